@@ -1,0 +1,180 @@
+"""The table inside a delta shard: one row for each interval of a dtype's flat space that changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import pyarrow as pa
+
+from .digest import Digest
+from .errors import Corrupt
+
+Coding = Literal["gap", "dense", "whole"]
+CODINGS: Final[tuple[str, ...]] = get_args(Coding)
+
+MAX_ROW_ELEMENTS: Final = 1 << 24
+MAX_SHARD_BYTES: Final = 1 << 30
+_RECORD_BATCH: Final = 3  # MessageHeader in Arrow's Message.fbs
+
+SHARD_SCHEMA: Final = pa.schema(
+    [
+        pa.field(name, kind, nullable=False)
+        for name, kind in [
+            ("tensor", pa.string()),
+            ("tensors", pa.int32()),
+            ("dtype", pa.string()),
+            ("shape", pa.list_(pa.field("item", pa.int64(), nullable=False))),
+            ("offset", pa.int64()),
+            ("length", pa.int64()),
+            ("count", pa.int64()),
+            ("escaped", pa.int64()),
+            ("coding", pa.string()),
+            ("gap_shift", pa.int8()),
+            ("gap_bytes", pa.int64()),
+            ("gaps", pa.binary()),
+            ("lows", pa.binary()),
+            ("steps", pa.binary()),
+            ("escapes", pa.binary()),
+            ("digest", pa.binary(16)),
+        ]
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Changes in one interval of a dtype's flat space.
+
+    Attributes:
+        tensor: the tensor in which the interval begins.
+        tensors: how many tensors, in layout order, the interval reaches into; 1 inside a large tensor.
+        dtype: of all of them.
+        shape: of `tensor` if the interval lies in one tensor, else empty.
+        offset: first element, counted in `tensor`'s C order.
+        length: elements in the interval.
+        count: elements that changed (`whole`: that were sent, which is `length`).
+        escaped: changed elements whose new bits lie in `escapes`.
+        coding: how the planes are to be read.
+        gap_shift: how many low bits of each gap lie in `lows` instead of `gaps`.
+        gap_bytes: length of the gap plane before compression.
+        lows: the low bits of the gaps, packed, never compressed.
+        gaps, steps, escapes: the planes, each raw or one zstd frame, whichever is shorter.
+        digest: of the interval after the change.
+    """
+
+    tensor: str
+    tensors: int
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+    count: int
+    escaped: int
+    coding: Coding
+    gap_shift: int
+    gap_bytes: int
+    gaps: bytes
+    lows: bytes
+    steps: bytes
+    escapes: bytes
+    digest: Digest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the planes, and a round figure for the rest of the row."""
+        return len(self.gaps) + len(self.lows) + len(self.steps) + len(self.escapes) + 128
+
+
+def encode_shard(rows: Sequence[Row]) -> bytes:
+    """The Arrow IPC file for `rows`; the same rows give the same bytes."""
+    columns = {name: [getattr(row, name) for row in rows] for name in SHARD_SCHEMA.names}
+    columns["digest"] = [row.digest.to_bytes() for row in rows]
+    columns["shape"] = [list(row.shape) for row in rows]
+    table = pa.table(columns, schema=SHARD_SCHEMA)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, SHARD_SCHEMA) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def decode_shard(data: bytes, where: str) -> list[Row]:
+    """Parse a shard whose hash has been checked; `where` names it in errors.
+
+    Planes are not decompressed here. Arrow buffer compression is refused: it could expand without bound.
+
+    Raises:
+        Corrupt: not such a table, or a row with impossible figures.
+    """
+    try:
+        with pa.ipc.open_file(pa.BufferReader(data)) as reader:
+            if not reader.schema.equals(SHARD_SCHEMA):
+                raise Corrupt(f"shard {where} has columns {reader.schema.names}, expected {SHARD_SCHEMA.names}")
+            if any(_is_compressed(message) for message in _messages(data)):
+                raise Corrupt(f"shard {where} uses Arrow buffer compression", hint="the shard was not written by weightcast")
+            table = reader.read_all()
+        table.validate(full=True)
+        columns = [table.column(name).to_pylist() for name in SHARD_SCHEMA.names]
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise Corrupt(f"shard {where} is not a delta table: {error}") from error
+    rows = []
+    for values in zip(*columns, strict=True):
+        named = dict(zip(SHARD_SCHEMA.names, values, strict=True))
+        row = Row(**named | {"shape": tuple(named["shape"]), "digest": Digest.from_bytes(named["digest"])})
+        if not _is_possible(row):
+            raise Corrupt(
+                f"shard {where}: the row of tensor {row.tensor!r} has impossible figures (coding {row.coding!r}, "
+                f"offset {row.offset}, length {row.length}, count {row.count}, escaped {row.escaped}, gap_bytes {row.gap_bytes})"
+            )
+        rows.append(row)
+    return rows
+
+
+def _is_possible(row: Row) -> bool:
+    """Whether the figures of `row` can be true, so that what they make a reader allocate is bounded."""
+    gapped = row.coding == "gap"
+    return (
+        row.coding in CODINGS
+        and row.tensors >= 1
+        and row.offset >= 0
+        and 1 <= row.length <= MAX_ROW_ELEMENTS
+        and 1 <= row.count <= row.length
+        and 0 <= row.escaped <= row.count
+        and 0 <= row.gap_shift <= (24 if gapped else 0)
+        and (row.count if gapped else 0) <= row.gap_bytes <= (row.count + (row.length >> row.gap_shift) // 255 if gapped else 0)
+        and len(row.lows) == -(-row.count * row.gap_shift // 8)
+        and (row.coding != "whole" or row.escaped == row.count == row.length)
+    )
+
+
+def _messages(data: bytes) -> Iterator[bytes]:
+    """Flatbuffer metadata of each message in an Arrow IPC file, none of whose bodies is read."""
+    source = pa.BufferReader(data)
+    source.seek(8)  # past the file's magic, padded to 8 bytes
+    while True:
+        try:
+            message = pa.ipc.read_message(source)
+        except EOFError:
+            return
+        yield message.metadata.to_pybytes()
+
+
+def _is_compressed(metadata: bytes) -> bool:
+    """Whether a flatbuffer `Message` is a record batch with a `compression` field (Arrow's Message.fbs)."""
+
+    def table_field(table: int, index: int) -> int:
+        vtable = table - int.from_bytes(metadata[table : table + 4], "little", signed=True)
+        slot = 4 + 2 * index
+        if slot >= int.from_bytes(metadata[vtable : vtable + 2], "little"):
+            return 0
+        offset = int.from_bytes(metadata[vtable + slot : vtable + slot + 2], "little")
+        return table + offset if offset else 0
+
+    message = int.from_bytes(metadata[:4], "little")
+    header = table_field(message, 2)
+    kind = table_field(message, 1)
+    if not header or not kind or metadata[kind] != _RECORD_BATCH:
+        return False
+    batch = header + int.from_bytes(metadata[header : header + 4], "little")
+    return table_field(batch, 3) != 0
