@@ -1,1 +1,31 @@
+"""Bits in, bits out: what changed between two states of a layout, coded as shard rows, and back; and the state digest.
 
+Works on raw addresses, a row at a time, without the GIL: callers spread intervals over a thread pool. Knows neither
+torch nor files nor the store.
+"""
+
+from .decode import Changes, decode, gather, merge, positions, scatter
+from .digest import change_digest, digest, digest_all
+from .encode import Encoded, encode
+from .memory import Memory
+from .space import ROW_ELEMENTS, FlatSpace, Geometry, Interval, Place
+
+__all__ = [
+    "ROW_ELEMENTS",
+    "Changes",
+    "Encoded",
+    "FlatSpace",
+    "Geometry",
+    "Interval",
+    "Memory",
+    "Place",
+    "change_digest",
+    "decode",
+    "digest",
+    "digest_all",
+    "encode",
+    "gather",
+    "merge",
+    "positions",
+    "scatter",
+]

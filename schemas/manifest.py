@@ -13,7 +13,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from .digest import Digest
 from .errors import Unsupported, Untrusted
-from .names import check_file_name, check_key, check_sha256, check_token, parse_data_key, parse_snapshot_manifest_key
+from .names import (
+    check_file_name,
+    check_key,
+    check_sha256,
+    check_token,
+    parse_data_key,
+    parse_snapshot_manifest_key,
+)
 
 FORMAT: Final = 1
 FEATURES: Final[frozenset[str]] = frozenset()

@@ -1,0 +1,101 @@
+# The whole interface for users and developers. Every target sets up what it needs in a clean clone.
+#
+#   .venv        dependencies, and the checkout itself as a strict editable install
+#   out/wheel    a thin environment on top of .venv that holds only the built wheel:
+#                tests and checks run there, so they see what users install, not the checkout
+
+PYTHON ?= python3
+# Two workers: the suite starts servers and processes of its own, and CI has two cores.
+WORKERS ?= 2
+ARGS ?=
+
+PACKAGES := benchmarks cli codec demo manifest publisher schemas subscriber
+MODULES := $(addprefix weightcast.,$(PACKAGES))
+# Whole paths, as the folder `demo` is not the target `demo`.
+TREES := $(addprefix $(CURDIR)/,$(PACKAGES))
+FOLDERS := $(shell find $(TREES) -type d -not -name __pycache__)
+SOURCES := $(shell find $(TREES) -type f \( -name '*.py' -o -name py.typed -o -name '*.json' -o -name '*.toml' \))
+
+VENV := .venv
+BIN := $(VENV)/bin
+WHEEL := out/wheel
+WHEEL_PYTHON := $(WHEEL)/bin/python
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+EDITABLE := --config-settings editable_mode=strict
+
+# Type errors name the installed files; the path in the checkout is more use.
+IN_CHECKOUT := sed 's|^out/.*/site-packages/weightcast/||'
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(VENV)/editable.stamp ## Train a small policy and cast its weights to two rollout processes
+	$(BIN)/weightcast demo $(ARGS)
+
+.PHONY: test
+test: $(WHEEL)/wheel.stamp ## Test the built wheel (ARGS="tests/codec -x" narrows)
+	PATH="$(CURDIR)/$(WHEEL)/bin:$(CURDIR)/$(BIN):$$PATH" \
+	  $(WHEEL_PYTHON) -P -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+.PHONY: lint
+lint: $(WHEEL)/wheel.stamp ## Check style, types and that the wheel imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(WHEEL_PYTHON) -P -m mypy $(addprefix -p ,$(MODULES)) | $(IN_CHECKOUT)
+	cd out && wheel/bin/python -P -c 'import $(shell echo $(MODULES) | sed "s/ /, /g")'
+
+.PHONY: bench
+bench: $(VENV)/dev.stamp $(VENV)/editable.stamp ## Measure against the figures in docs/benchmarks.md
+	$(BIN)/python -P -m weightcast.benchmarks $(ARGS)
+
+.PHONY: format
+format: $(VENV)/dev.stamp ## Rewrite the sources in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: dev
+dev: $(VENV)/dev.stamp $(VENV)/editable.stamp ## Install the checkout, editable, with the tools (also: make install)
+
+.PHONY: install
+install: dev
+
+.PHONY: wheel
+wheel: $(WHEEL)/wheel.stamp ## Build out/dist/*.whl and the sdist
+
+.PHONY: clean
+clean: ## Remove everything that make created
+	rm -rf $(VENV) out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find $(PACKAGES) tests examples deploy -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Strict editable installs link files one by one, so a file that comes or goes (it touches its folder) installs anew.
+$(VENV)/editable.stamp: pyproject.toml constraints.txt $(FOLDERS) | $(BIN)/python
+	$(INSTALL) --editable . $(EDITABLE)
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable '.[dev]' $(EDITABLE)
+	@touch $@ $(VENV)/editable.stamp
+
+# The wheel is built from the sdist, in a temporary folder: no stale build/ folder leaks into it, and the sdist is complete.
+# deps.pth leads to .venv's packages but, as Python follows no .pth inside a .pth, not to the editable checkout.
+$(WHEEL)/wheel.stamp: $(VENV)/dev.stamp README.md LICENSE $(SOURCES) $(FOLDERS)
+	rm -rf out/dist $(WHEEL)
+	@mkdir -p out
+	$(BIN)/python -P -m build --no-isolation --outdir out/dist . >out/build.log 2>&1 || { cat out/build.log; exit 1; }
+	$(BIN)/python -m venv --without-pip $(WHEEL)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  >"$$($(WHEEL_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/deps.pth"
+	$(PIP) --python $(WHEEL_PYTHON) install --quiet --no-deps out/dist/*.whl
+	ln -s "$(CURDIR)/$(BIN)/weed" $(WHEEL)/bin/weed
+	@touch $@

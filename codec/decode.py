@@ -1,0 +1,218 @@
+"""From shard rows to absolute new values, and those into memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from weightcast.schemas.digest import Digest
+from weightcast.schemas.errors import Corrupt, UsageError
+from weightcast.schemas.shard import Row
+
+from . import kernels
+from .digest import change_digest
+from .jit import TAGS
+from .memory import UNSIGNED, Memory
+from .planes import apply_steps, expand_plane, find_steps, read_gaps
+from .space import FlatSpace
+
+MAX_GAP_SHIFT = 24  # bits: a row has at most 2^24 elements
+
+_STEP_FAULTS = {
+    1: "a changed element has step 0",
+    2: "the escapes are not exactly used up",
+    3: "an escaped element has equal old and new bits",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """New bits of elements of a flat space.
+
+    Attributes:
+        dtype: of the space.
+        positions: int64 [n], flat elements, strictly ascending.
+        values: unsigned [n], of the dtype's width.
+    """
+
+    dtype: str
+    positions: npt.NDArray[np.int64]
+    values: npt.NDArray[Any]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that both arrays take."""
+        return self.positions.nbytes + self.values.nbytes
+
+    @classmethod
+    def none(cls, space: FlatSpace) -> Changes:
+        """No changes."""
+        return cls(space.dtype, np.empty(0, np.int64), np.empty(0, UNSIGNED[space.width]))
+
+
+def decode(
+    space: FlatSpace, row: Row, base: Memory, overlay: Changes | None = None
+) -> tuple[Changes, Digest]:
+    """The new bits that `row` stands for, and what they move the state digest by. Changes nothing.
+
+    Args:
+        space: the flat space of the row's dtype, in the version's layout.
+        row: as a shard has it; nothing in it is trusted.
+        base: state of some earlier version, over the same space.
+        overlay: what versions between `base` and the row's parent changed, or None.
+
+    Raises:
+        Corrupt: the row breaks a rule of docs/format.md.
+        UsageError: `base` or `overlay` is not of this space.
+    """
+    start = _check(space, row)
+    at, steps = _positions(row, start)
+    values = np.empty(len(at), UNSIGNED[space.width])
+    if len(at):
+        _old_bits(space, base, overlay, at, values)
+    old = values.copy()
+    escapes = expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes").view(values.dtype)
+    if row.coding == "whole":
+        values = escapes
+        found = change_digest(space, at, np.zeros_like(values), values)
+        if found != row.digest:
+            raise Corrupt(
+                f"row of tensor {row.tensor!r}: bits have digest {found}, the row says {row.digest}"
+            )
+    else:
+        fault = apply_steps(steps, escapes, values)
+        if fault:
+            raise Corrupt(f"row of tensor {row.tensor!r}: {_STEP_FAULTS[fault]}")
+    return Changes(space.dtype, at, values), change_digest(space, at, old, values)
+
+
+def positions(space: FlatSpace, row: Row) -> npt.NDArray[np.int64]:
+    """Flat elements that `row` has new bits for: int64 [count], ascending. Needs no base.
+
+    Raises:
+        Corrupt: the row breaks a rule of docs/format.md that shows without a base.
+    """
+    return _positions(row, _check(space, row))[0]
+
+
+def merge(older: Changes, newer: Changes) -> Changes:
+    """Both lists of changes as one; where both have an element, the newer one holds.
+
+    Raises:
+        UsageError: they are of different dtypes.
+    """
+    if older.dtype != newer.dtype:
+        raise UsageError(f"changes of {older.dtype} do not merge with changes of {newer.dtype}")
+    if not len(older) or not len(newer):
+        return newer if len(newer) else older
+    positions = np.empty(len(older) + len(newer), np.int64)
+    values = np.empty(len(positions), newer.values.dtype)
+    count = kernels.merge(older.positions, older.values, newer.positions, newer.values, positions, values)
+    return Changes(newer.dtype, positions[:count], values[:count])
+
+
+def scatter(space: FlatSpace, memory: Memory, changes: Changes) -> None:
+    """Write `changes` into `memory`. Idempotent. Releases the GIL.
+
+    Raises:
+        UsageError: the memory is read-only or not of this space, or the changes are not ascending elements of it.
+    """
+    if not memory.writable:
+        raise UsageError("the memory to change is read-only")
+    addresses = memory.addresses(space)
+    _check_ascending(space, changes.positions)
+    if changes.dtype != space.dtype or changes.values.dtype != UNSIGNED[space.width]:
+        raise UsageError(
+            f"changes of {changes.dtype} ({changes.values.dtype}) are not for the {space.dtype} space"
+        )
+    if len(changes.values) != len(changes.positions):
+        raise UsageError(f"{len(changes.positions)} positions, but {len(changes.values)} values")
+    if len(changes):
+        first = space.tensor_at(int(changes.positions[0]))
+        kernels.scatter(addresses, space.starts, first, changes.positions, changes.values)
+
+
+def gather(space: FlatSpace, memory: Memory, positions: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """The bits at `positions`: unsigned [n].
+
+    Raises:
+        UsageError: the memory is not of this space, or the positions are not ascending elements of it.
+    """
+    addresses = memory.addresses(space)
+    _check_ascending(space, positions)
+    values = np.empty(len(positions), UNSIGNED[space.width])
+    if len(positions):
+        first = space.tensor_at(int(positions[0]))
+        kernels.gather(addresses, space.starts, first, positions, values, TAGS[space.width])
+    return values
+
+
+def _check_ascending(space: FlatSpace, positions: npt.NDArray[np.int64]) -> None:
+    if positions.dtype != np.int64 or not kernels.ascends(positions, space.elements):
+        raise UsageError(f"positions are not ascending int64 elements of the {space.dtype} space")
+
+
+def _check(space: FlatSpace, row: Row) -> int:
+    """Check the figures of `row`, so that what they make a reader allocate is bounded; flat start of the interval."""
+    start = space.locate(row)
+    gapped = row.coding == "gap"
+    if row.coding not in ("gap", "dense", "whole"):
+        raise Corrupt(f"row of tensor {row.tensor!r} has coding {str(row.coding)[:32]!r}")
+    if not 1 <= row.count <= row.length or not 0 <= row.escaped <= row.count:
+        raise Corrupt(
+            f"row of tensor {row.tensor!r}: {row.escaped} escapes of {row.count} changes in {row.length}"
+        )
+    if row.coding == "whole" and not row.escaped == row.count == row.length:
+        raise Corrupt(f"row of tensor {row.tensor!r} is whole, but has {row.count} changes in {row.length}")
+    if not 0 <= row.gap_shift <= (MAX_GAP_SHIFT if gapped else 0):
+        raise Corrupt(f"row of tensor {row.tensor!r}: gap_shift {row.gap_shift} in coding {row.coding}")
+    least = row.count if gapped else 0
+    most = row.count + (row.length >> row.gap_shift) // 255 if gapped else 0
+    if not least <= row.gap_bytes <= most:
+        raise Corrupt(f"row of tensor {row.tensor!r}: gap_bytes {row.gap_bytes}, expected {least} to {most}")
+    if len(row.lows) != -(-row.count * row.gap_shift // 8):
+        raise Corrupt(f"row of tensor {row.tensor!r}: {len(row.lows)} bytes of lows for {row.count} changes")
+    unused = {"gap": (), "dense": (row.gaps,), "whole": (row.gaps, row.steps)}[row.coding]
+    if any(unused):
+        raise Corrupt(f"row of tensor {row.tensor!r} has planes that its coding {row.coding} does not use")
+    return start
+
+
+def _positions(row: Row, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """Flat positions and step bytes of the changes of a row with checked figures; no steps for `whole`."""
+    if row.coding == "whole":
+        return np.arange(start, start + row.length), np.empty(0, np.uint8)
+    raw = row.count if row.coding == "gap" else row.length
+    steps = expand_plane(row.steps, raw, row.tensor, "steps")
+    positions = np.empty(row.count, np.int64)
+    if row.coding == "dense":
+        nonzero = np.empty(row.count, np.uint8)
+        if not find_steps(steps, start, positions, nonzero):
+            raise Corrupt(f"row of tensor {row.tensor!r}: the steps do not mark {row.count} changes")
+        return positions, nonzero
+    gaps = expand_plane(row.gaps, row.gap_bytes, row.tensor, "gaps")
+    lows = np.frombuffer(row.lows, np.uint8)
+    if not read_gaps(gaps, lows, row.gap_shift, row.length, start, positions):
+        raise Corrupt(
+            f"row of tensor {row.tensor!r}: gaps do not lead to {row.count} of {row.length} elements"
+        )
+    return positions, steps
+
+
+def _old_bits(
+    space: FlatSpace, base: Memory, overlay: Changes | None, at: npt.NDArray[np.int64], out: npt.NDArray[Any]
+) -> None:
+    """Bits that the row's parent has at ascending positions `at`."""
+    first = space.tensor_at(int(at[0]))
+    kernels.gather(base.addresses(space), space.starts, first, at, out, TAGS[space.width])
+    if overlay is None:
+        return
+    if overlay.dtype != space.dtype:
+        raise UsageError(f"an overlay of {overlay.dtype} is not for the {space.dtype} space")
+    begin, end = np.searchsorted(overlay.positions, [at[0], at[-1] + 1])
+    kernels.overlay(at, out, overlay.positions[begin:end], overlay.values[begin:end])

@@ -1,0 +1,179 @@
+"""How kernels are compiled, and the few operations on raw addresses that numba does not have.
+
+Widths come in through a *tag*, an unsigned numpy scalar whose value is ignored and whose type selects the variant:
+one source, one cached variant a width. Vector operations are written as generic LLVM vectors, which LLVM lowers to
+whatever the machine has.
+
+numba's cache looks at the file a kernel is in, not at this one: after a change here, delete `codec/__pycache__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, cast
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+TAGS: Final = {1: np.uint8(0), 2: np.uint16(0), 4: np.uint32(0), 8: np.uint64(0)}
+"""Tag of each width in bytes."""
+
+GROUP: Final = 64
+"""Elements `differ` compares at once: one bit each in a 64-bit mask."""
+
+LANES: Final = 8
+"""Elements of 64 bits that `weigh` handles in one vector: one AVX-512 register, or two of AVX2."""
+
+GOLDEN: Final = 0x9E3779B97F4A7C15
+MIX1: Final = 0xBF58476D1CE4E5B9
+MIX2: Final = 0x94D049BB133111EB
+"""splitmix64: increment and the multipliers of the finaliser (docs/format.md, state digest)."""
+
+_I64: Final = ir.IntType(64)
+
+
+def kernel(function: F) -> F:
+    """Compile on first call, without the GIL, and keep the machine code on disk where a folder for it can be written."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+    try:
+        return cast(F, njit(cache=True, **options)(function))
+    except RuntimeError:  # neither the package's folder nor the user's cache folder can be written
+        return cast(F, njit(**options)(function))
+
+
+def _pointer(builder: Any, address: Any, kind: ir.Type) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+@intrinsic
+def width(typingctx: Any, tag: Any) -> Any:
+    """width(tag) -> int64: bytes of an element."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _I64(tag.bitwidth // 8)
+
+    return types.int64(tag), codegen
+
+
+@intrinsic
+def load(typingctx: Any, address: Any, tag: Any) -> Any:
+    """load(address: uint64, tag) -> unsigned: the element at `address`, which may be unaligned."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_pointer(builder, args[0], context.get_value_type(tag)), align=1)
+
+    return tag(types.uint64, tag), codegen
+
+
+@intrinsic
+def store(typingctx: Any, address: Any, value: Any) -> Any:
+    """store(address: uint64, value): write an element to `address`, which may be unaligned."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[1], _pointer(builder, args[0], args[1].type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, value), codegen
+
+
+@intrinsic
+def trailing_zeros(typingctx: Any, mask: Any) -> Any:
+    """trailing_zeros(mask: uint64) -> int64, for a mask that is not 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def differ(typingctx: Any, left: Any, right: Any, tag: Any) -> Any:
+    """differ(left, right: uint64, tag) -> uint64: bit j says whether elements j of two groups of 64 differ."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        group = ir.VectorType(context.get_value_type(tag), GROUP)
+        a, b = (builder.load(_pointer(builder, args[i], group), align=1) for i in (0, 1))
+        return builder.bitcast(builder.icmp_unsigned("!=", a, b), _I64)
+
+    return types.uint64(types.uint64, types.uint64, tag), codegen
+
+
+@intrinsic
+def weigh(typingctx: Any, address: Any, vectors: Any, z0: Any, z1: Any, tag: Any) -> Any:
+    """weigh(address: uint64, vectors: int64, z0, z1: uint64, tag) -> (uint64, uint64): the digest of a run.
+
+    Of the `8 * vectors` elements at `address`; z0 and z1 are seed + index * GOLDEN of the first, for the two lanes.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, vectors, *starts = args[:4]
+        vector = ir.VectorType(_I64, LANES)
+        raw = ir.VectorType(context.get_value_type(tag), LANES)
+        step = _splat(vector, LANES * GOLDEN)
+        ramp = ir.Constant(vector, [i * GOLDEN & (2**64 - 1) for i in range(LANES)])
+        firsts = [builder.add(_broadcast(builder, z, vector), ramp) for z in starts]
+        entry = builder.block
+        loop, done = builder.append_basic_block("weigh"), builder.append_basic_block("weighed")
+        builder.cbranch(builder.icmp_signed(">", vectors, _I64(0)), loop, done)
+        builder.position_at_end(loop)
+        index = builder.phi(_I64)
+        index.add_incoming(_I64(0), entry)
+        zs = [builder.phi(vector) for _ in starts]
+        sums = [builder.phi(vector) for _ in starts]
+        at = builder.add(address, builder.mul(index, _I64(raw.count * raw.element.width // 8)))
+        bits = builder.load(_pointer(builder, at, raw), align=1)
+        wide = bits if raw == vector else builder.zext(bits, vector)
+        after = builder.add(index, _I64(1))
+        index.add_incoming(after, loop)
+        totals = []
+        for z, total, first in zip(zs, sums, firsts, strict=True):
+            totals.append(builder.add(total, builder.mul(wide, _mix(builder, z, vector))))
+            for phi, initial, value in (
+                (z, first, builder.add(z, step)),
+                (total, _splat(vector, 0), totals[-1]),
+            ):
+                phi.add_incoming(initial, entry)
+                phi.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed("<", after, vectors), loop, done)
+        builder.position_at_end(done)
+        merged = [builder.phi(vector) for _ in starts]
+        for phi, total in zip(merged, totals, strict=True):
+            phi.add_incoming(_splat(vector, 0), entry)
+            phi.add_incoming(total, loop)
+        lanes = [_sum(builder, phi) for phi in merged]
+        return context.make_tuple(builder, signature.return_type, lanes)
+
+    result = types.UniTuple(types.uint64, 2)
+    return result(types.uint64, types.int64, types.uint64, types.uint64, tag), codegen
+
+
+def _splat(vector: ir.VectorType, value: int) -> ir.Constant:
+    return ir.Constant(vector, [value & (2**64 - 1)] * vector.count)
+
+
+def _broadcast(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.IntType(32)(0))
+    return builder.shuffle_vector(
+        one,
+        ir.Constant(vector, ir.Undefined),
+        ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count),
+    )
+
+
+def _mix(builder: Any, z: Any, vector: ir.VectorType) -> Any:
+    z = builder.xor(z, builder.lshr(z, _splat(vector, 30)))
+    z = builder.mul(z, _splat(vector, MIX1))
+    z = builder.xor(z, builder.lshr(z, _splat(vector, 27)))
+    z = builder.mul(z, _splat(vector, MIX2))
+    return builder.or_(builder.xor(z, builder.lshr(z, _splat(vector, 31))), _splat(vector, 1))
+
+
+def _sum(builder: Any, vector: Any) -> Any:
+    total = builder.extract_element(vector, ir.IntType(32)(0))
+    for i in range(1, LANES):
+        total = builder.add(total, builder.extract_element(vector, ir.IntType(32)(i)))
+    return total

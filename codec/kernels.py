@@ -1,0 +1,231 @@
+"""The loops over elements. Everything else in this package only prepares their arguments.
+
+Common arguments: `addresses` uint64 [n], byte address of each tensor of a flat space; `starts` int64 [n + 1] and
+`seeds` uint64 [n, 2] as in `FlatSpace`; `first`, the tensor in which the work begins; `tag`, see `jit`. Positions are
+elements of the flat space, or of the interval where they are said to be relative. Nothing here is checked: callers
+pass intervals inside the space and outputs that hold the worst case.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .jit import GOLDEN, GROUP, LANES, MIX1, MIX2, differ, kernel, load, store, trailing_zeros, weigh, width
+
+BLOCK: Final = 2048
+"""Elements digested, then compared, while they are in the first-level cache (4 kB of bf16 on each side)."""
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
+Bits = npt.NDArray[Any]
+Positions = npt.NDArray[np.uint32]
+
+
+@kernel
+def weight(seed: np.uint64, index: int) -> np.uint64:
+    """R_k(index) of a tensor with this seed."""
+    z = seed + np.uint64(index) * np.uint64(GOLDEN)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(MIX1)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(MIX2)
+    z ^= z >> np.uint64(31)
+    return z | np.uint64(1)
+
+
+@kernel
+def digest_run(
+    address: np.uint64, index: int, count: int, seed0: np.uint64, seed1: np.uint64, tag: Any
+) -> Any:
+    """Digest of `count` elements at `address`, the first of which is element `index` of its tensor."""
+    golden = np.uint64(index) * np.uint64(GOLDEN)
+    lane0, lane1 = weigh(address, count // LANES, seed0 + golden, seed1 + golden, tag)
+    for i in range(count // LANES * LANES, count):
+        bits = np.uint64(load(address + np.uint64(i * width(tag)), tag))
+        lane0 += bits * weight(seed0, index + i)
+        lane1 += bits * weight(seed1, index + i)
+    return lane0, lane1
+
+
+@kernel
+def digest_interval(
+    addresses: Words, starts: Ints, seeds: Words, first: int, start: int, length: int, tag: Any
+) -> Any:
+    """Digest of the elements [start, start + length)."""
+    lane0, lane1 = np.uint64(0), np.uint64(0)
+    tensor, at, stop = first, start, start + length
+    while at < stop:
+        end = min(starts[tensor + 1], stop)
+        if end > at:
+            index = at - starts[tensor]
+            address = addresses[tensor] + np.uint64(index * width(tag))
+            part0, part1 = digest_run(address, index, end - at, seeds[tensor, 0], seeds[tensor, 1], tag)
+            lane0 += part0
+            lane1 += part1
+            at = end
+        tensor += 1
+    return lane0, lane1
+
+
+@kernel
+def compare_run(
+    old: np.uint64, new: np.uint64, count: int, relative: int,
+    positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
+) -> int:  # fmt: skip
+    """Append the elements that differ to positions, olds and news at `found`; return the new `found`.
+
+    Writes at most one entry an element and never past it, whatever the two sides do meanwhile.
+    """
+    for group in range(0, count - GROUP + 1, GROUP):
+        mask = differ(old + np.uint64(group * width(tag)), new + np.uint64(group * width(tag)), tag)
+        while mask != np.uint64(0):
+            i = group + trailing_zeros(mask)
+            a = load(old + np.uint64(i * width(tag)), tag)
+            b = load(new + np.uint64(i * width(tag)), tag)
+            positions[found], olds[found], news[found] = relative + i, a, b
+            found += a != b  # a source that is being written may be equal by now
+            mask &= mask - np.uint64(1)
+    for i in range(count // GROUP * GROUP, count):
+        a = load(old + np.uint64(i * width(tag)), tag)
+        b = load(new + np.uint64(i * width(tag)), tag)
+        if a != b:
+            positions[found], olds[found], news[found] = relative + i, a, b
+            found += 1
+    return found
+
+
+@kernel
+def compare_interval(
+    old: Words, new: Words, starts: Ints, seeds: Words, first: int, start: int, length: int,
+    positions: Positions, olds: Bits, news: Bits, tag: Any,
+) -> Any:  # fmt: skip
+    """(number of changes, lane 0, lane 1): all changes of an interval and the digest of its new bits.
+
+    positions (relative), olds and news must hold `length` entries.
+    """
+    lane0, lane1, found = np.uint64(0), np.uint64(0), 0
+    tensor, at, stop = first, start, start + length
+    while at < stop:
+        end = min(starts[tensor + 1], stop)
+        while at < end:
+            count = min(BLOCK, end - at)
+            index = at - starts[tensor]
+            shift = np.uint64(index * width(tag))
+            part0, part1 = digest_run(
+                new[tensor] + shift, index, count, seeds[tensor, 0], seeds[tensor, 1], tag
+            )
+            lane0 += part0
+            lane1 += part1
+            found = compare_run(
+                old[tensor] + shift, new[tensor] + shift, count, at - start, positions, olds, news, found, tag
+            )
+            at += count
+        tensor += 1
+    return found, lane0, lane1
+
+
+@kernel
+def code_steps(olds: Bits, news: Bits, count: int, steps: Bytes, escapes: Bits) -> int:
+    """Step byte of each change into steps [count], and the new bits of those that need it into escapes; how many do."""
+    escaped = 0
+    sign = olds.itemsize * 8 - 1
+    for i in range(count):
+        step = np.uint64(news[i]) - np.uint64(olds[i])
+        wrapped = step << np.uint64(63 - sign)  # the sign of the step, as 64 bits of it
+        zigzag = ((wrapped << np.uint64(1)) ^ np.uint64(np.int64(wrapped) >> 63)) >> np.uint64(63 - sign)
+        fits = zigzag <= np.uint64(254)
+        steps[i] = zigzag if fits else np.uint64(255)
+        escapes[escaped] = news[i]
+        escaped += not fits
+    return escaped
+
+
+@kernel
+def digest_change(
+    starts: Ints, seeds: Words, first: int, positions: Any, start: int, olds: Bits, news: Bits, count: int
+) -> Any:
+    """Sum of (new - old) * R over changes at start + positions, which must ascend from tensor `first` on."""
+    lane0, lane1 = np.uint64(0), np.uint64(0)
+    tensor = first
+    for i in range(count):
+        at = np.int64(positions[i]) + start
+        while at >= starts[tensor + 1]:
+            tensor += 1
+        step = np.uint64(news[i]) - np.uint64(olds[i])
+        lane0 += step * weight(seeds[tensor, 0], at - starts[tensor])
+        lane1 += step * weight(seeds[tensor, 1], at - starts[tensor])
+    return lane0, lane1
+
+
+@kernel
+def gather(addresses: Words, starts: Ints, first: int, positions: Ints, out: Bits, tag: Any) -> None:
+    """out[i] = the element at positions[i], which must ascend from tensor `first` on."""
+    tensor = first
+    for i in range(positions.size):
+        while positions[i] >= starts[tensor + 1]:
+            tensor += 1
+        out[i] = load(addresses[tensor] + np.uint64((positions[i] - starts[tensor]) * width(tag)), tag)
+
+
+@kernel
+def scatter(addresses: Words, starts: Ints, first: int, positions: Ints, values: Bits) -> None:
+    """The element at positions[i] = values[i]; positions must ascend from tensor `first` on."""
+    tensor = first
+    for i in range(positions.size):
+        while positions[i] >= starts[tensor + 1]:
+            tensor += 1
+        store(addresses[tensor] + np.uint64((positions[i] - starts[tensor]) * values.itemsize), values[i])
+
+
+@kernel
+def ascends(positions: Ints, elements: int) -> bool:
+    """Whether positions strictly ascend inside [0, elements)."""
+    last = np.int64(-1)
+    for i in range(positions.size):
+        if positions[i] <= last:
+            return False
+        last = positions[i]
+    return last < elements
+
+
+@kernel
+def overlay(positions: Ints, values: Bits, over_positions: Ints, over_values: Bits) -> None:
+    """Replace values[i] by the overlay's where it has positions[i]. Both sides ascend."""
+    j = 0
+    for i in range(positions.size):
+        while j < over_positions.size and over_positions[j] < positions[i]:
+            j += 1
+        if j == over_positions.size:
+            return
+        if over_positions[j] == positions[i]:
+            values[i] = over_values[j]
+
+
+@kernel
+def merge(
+    older: Ints, older_values: Bits, newer: Ints, newer_values: Bits, positions: Ints, values: Bits
+) -> int:
+    """Merge two ascending change lists, the newer one winning, into outputs of both their sizes; entries written."""
+    i, j, n = 0, 0, 0
+    while i < older.size and j < newer.size:
+        take_newer = newer[j] <= older[i]
+        i += newer[j] >= older[i]
+        if take_newer:
+            positions[n], values[n] = newer[j], newer_values[j]
+            j += 1
+        else:
+            positions[n], values[n] = older[i - 1], older_values[i - 1]
+        n += 1
+    while i < older.size:
+        positions[n], values[n] = older[i], older_values[i]
+        i += 1
+        n += 1
+    while j < newer.size:
+        positions[n], values[n] = newer[j], newer_values[j]
+        j += 1
+        n += 1
+    return n

@@ -1,0 +1,167 @@
+"""From a version's manifest to its verified rows, and from rows to changes: fetched ahead, decoded in parallel."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future
+from typing import Final, TypeVar
+
+import numpy as np
+
+from weightcast.codec import Changes, Geometry, Memory, decode, merge, scatter
+from weightcast.schemas.digest import Digest
+from weightcast.schemas.errors import Corrupt
+from weightcast.schemas.manifest import ShardRef, VersionManifest
+from weightcast.schemas.shard import Row, decode_shard
+from .store import Store
+
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+_ROWS_AHEAD: Final = 8  # rows decoded at once; each holds at most a few times its own length
+
+
+class DeltaFetcher:
+    """Fetches the shards of versions in parallel, holding at most about `max_pending_bytes` of them.
+
+    Not thread-safe: it belongs to one reader. `prefetch` may be called for a version before its rows are wanted.
+    """
+
+    def __init__(self, store: Store, pool: Executor, max_pending_bytes: int) -> None:
+        self._store = store
+        self._pool = pool
+        self._max_pending_bytes = max_pending_bytes
+        self._ahead: dict[str, Future[list[Row]]] = {}
+
+    def prefetch(self, manifest: VersionManifest) -> None:
+        """Start fetching the first shards of `manifest`; never blocks, raises nothing."""
+        pending = 0
+        for ref in manifest.shards:
+            pending += ref.size
+            if pending > self._max_pending_bytes:
+                break
+            self._start(ref)
+
+    def rows(self, manifest: VersionManifest) -> Iterator[Row]:
+        """The rows of `manifest`, shard by shard in the manifest's order, each shard verified first.
+
+        Raises:
+            NotFound: a shard is gone (pruned, or never there).
+            Corrupt: a shard is not what the manifest says, after a second fetch.
+        """
+        window: deque[tuple[ShardRef, Future[list[Row]]]] = deque()
+        pending = 0
+        try:
+            for ref in manifest.shards:
+                while window and pending + ref.size > self._max_pending_bytes:
+                    done, future = window.popleft()
+                    yield from self._take(done, future)
+                    pending -= done.size
+                window.append((ref, self._start(ref)))
+                pending += ref.size
+            while window:
+                yield from self._take(*window.popleft())
+        finally:
+            for ref, future in window:
+                future.cancel()
+                self._ahead.pop(ref.key, None)
+
+    def drop(self) -> None:
+        """Forget what was prefetched."""
+        for future in self._ahead.values():
+            future.cancel()
+        self._ahead.clear()
+
+    def _start(self, ref: ShardRef) -> Future[list[Row]]:
+        if ref.key not in self._ahead:
+            self._ahead[ref.key] = self._pool.submit(self._fetch, ref)
+        return self._ahead[ref.key]
+
+    def _take(self, ref: ShardRef, future: Future[list[Row]]) -> list[Row]:
+        try:
+            return future.result()
+        finally:
+            self._ahead.pop(ref.key, None)
+
+    def _fetch(self, ref: ShardRef) -> list[Row]:
+        rows = decode_shard(self._store.fetch(ref.key, size=ref.size, sha256=ref.sha256), ref.key)
+        if len(rows) != ref.rows or sum(r.count for r in rows) != ref.changed:
+            raise Corrupt(f"shard {ref.key} has {len(rows)} rows, its manifest says {ref.rows}, or another number of changes")
+        return rows
+
+
+def _without_overlap(geometry: Geometry, rows: Iterable[Row]) -> Iterator[Row]:
+    """Pass `rows` on, checking that no two intervals of a dtype overlap."""
+    ends: dict[str, int] = {}
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for row in rows:
+        begin = geometry.space_of(row).locate(row)
+        end, taken = begin + row.length, spans.setdefault(row.dtype, [])
+        # A writer emits rows in order, so that the scan over all earlier ones is hardly ever needed.
+        if begin < ends.get(row.dtype, 0) and any(b < end and begin < e for b, e in taken):
+            raise Corrupt(f"two rows of the delta overlap in tensor {row.tensor!r} at offset {row.offset}")
+        ends[row.dtype] = max(end, ends.get(row.dtype, 0))
+        taken.append((begin, end))
+        yield row
+
+
+def collect(
+    geometry: Geometry, rows: Iterable[Row], base: Memory, pool: Executor, overlay: Mapping[str, Changes]
+) -> tuple[dict[str, Changes], Digest]:
+    """Absolute new values of a version, by dtype, and what they do to the digest. Nothing is written.
+
+    Old bits are those of `base`, except where `overlay` (changes of the versions in between) has newer ones.
+    """
+
+    def one(row: Row) -> tuple[Changes, Digest]:
+        return decode(geometry[row.dtype], row, base, overlay.get(row.dtype))
+
+    found: dict[str, list[Changes]] = {}
+    moved = Digest()
+    for changes, digest in _map_ahead(pool, one, _without_overlap(geometry, rows)):
+        found.setdefault(changes.dtype, []).append(changes)
+        moved += digest
+    return {dtype: _concatenate(dtype, parts) for dtype, parts in found.items()}, moved
+
+
+def apply_directly(geometry: Geometry, rows: Iterable[Row], memory: Memory, pool: Executor) -> Digest:
+    """Decode against `memory` and write into it row by row; returns what that did to the digest.
+
+    For memory that nobody serves from: if this raises, or the digest is wrong, `memory` is worthless.
+    """
+
+    def one(row: Row) -> Digest:
+        changes, digest = decode(geometry[row.dtype], row, memory)
+        scatter(geometry[row.dtype], memory, changes)
+        return digest
+
+    moved = Digest()
+    for digest in _map_ahead(pool, one, _without_overlap(geometry, rows)):
+        moved += digest
+    return moved
+
+
+def fold(older: Mapping[str, Changes], newer: Mapping[str, Changes]) -> dict[str, Changes]:
+    """The changes of two versions in a row as one; the newer write to an element wins."""
+    both = dict(older)
+    for dtype, changes in newer.items():
+        both[dtype] = merge(both[dtype], changes) if dtype in both else changes
+    return both
+
+
+def _map_ahead(pool: Executor, call: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
+    """Like `pool.map`, but takes items only a few ahead of the results, so that memory stays bounded."""
+    window: deque[Future[B]] = deque()
+    for item in items:
+        window.append(pool.submit(call, item))
+        if len(window) >= _ROWS_AHEAD:
+            yield window.popleft().result()
+    while window:
+        yield window.popleft().result()
+
+
+def _concatenate(dtype: str, parts: list[Changes]) -> Changes:
+    parts.sort(key=lambda c: int(c.positions[0]))
+    return Changes(dtype, np.concatenate([c.positions for c in parts]), np.concatenate([c.values for c in parts]))

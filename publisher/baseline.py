@@ -1,0 +1,168 @@
+"""The last committed version's bits, which every delta is taken against. They move only after a commit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+
+import numpy as np
+from weightcast.codec import Changes, Geometry, gather, merge, scatter
+from weightcast.manifest.chain import Position
+from weightcast.manifest.deltas import collect
+from weightcast.manifest.rebuild import State
+from weightcast.schemas.errors import Corrupt
+from weightcast.schemas.layout import Layout, TensorSpec
+from weightcast.schemas.shard import Row
+
+
+class Gate:
+    """Many may read, or one may change. Who wants to change waits for the readers and holds off new ones."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._readers = 0
+        self._changing = False
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Hold the baseline still."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._changing)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._readers -= 1
+                self._condition.notify_all()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Have the baseline alone."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._changing)
+            self._changing = True
+            self._condition.wait_for(lambda: self._readers == 0)
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._changing = False
+                self._condition.notify_all()
+
+
+class Baseline:
+    """A committed state and the gate that guards it.
+
+    `state` is replaced as a whole; its memory is changed only inside `gate.changing()`.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.gate = Gate()
+        self._view: View | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        """Where the tensors are."""
+        return self.state.geometry
+
+    @property
+    def layout(self) -> Layout:
+        """The tensor table."""
+        return self.state.layout
+
+    @property
+    def position(self) -> Position:
+        """The version."""
+        return self.state.position
+
+    def view(self, max_undo_bytes: int) -> View:
+        """A view of the present version that stays as it is while the baseline moves on. One at a time."""
+        with self.gate.reading():
+            self._view = View(self, max_undo_bytes)
+            return self._view
+
+    def advance(self, rows: Iterable[Row], position: Position, pool: Executor) -> None:
+        """Take the bits that `position` committed. Call inside `gate.changing()`.
+
+        Raises:
+            Corrupt: the rows do not lead to the committed state: the baseline is unusable.
+        """
+        changes, moved = collect(self.geometry, rows, self.state.memory, pool, {})
+        if self.position.digest + moved != position.digest:
+            raise Corrupt(f"the baseline would be {self.position.digest + moved} after version {position.version}, committed was {position.digest}")
+        for dtype, found in changes.items():
+            if self._view is not None:
+                self._view.keep(dtype, found.positions, gather(self.geometry[dtype], self.state.memory, found.positions))
+            scatter(self.geometry[dtype], self.state.memory, found)
+        self.state = State(position, self.geometry, self.state.memory)
+
+    def replace(self, state: State) -> None:
+        """Become another state altogether. Call inside `gate.changing()`; a view keeps the old one, which nobody changes now."""
+        self.state = state
+        self._view = None
+
+    def wait_for_view(self) -> None:
+        """Return once a view, if there is one, has room for more undo."""
+        view = self._view
+        if view is not None:
+            view.wait_for_room()
+
+    def _forget(self, view: View) -> None:
+        if self._view is view:
+            self._view = None
+
+
+class View:
+    """The state at the time of its making, read piece by piece while the baseline moves on.
+
+    Keeps the old bits of what changed since: O(changes), and bounded, since the mover waits once there are more than
+    `max_undo_bytes`. Close it, or the mover waits for ever.
+    """
+
+    def __init__(self, baseline: Baseline, max_undo_bytes: int) -> None:
+        self.state = baseline.state
+        self._baseline = baseline
+        self._undo: dict[str, Changes] = {}
+        self._max_undo_bytes = max_undo_bytes
+        self._room = threading.Condition()
+        self._closed = False
+
+    def keep(self, dtype: str, positions: np.ndarray, old: np.ndarray) -> None:
+        """Note old bits before they are overwritten; the first note of an element counts."""
+        noted = Changes(dtype, positions, old)
+        earlier = self._undo.get(dtype)
+        self._undo[dtype] = merge(noted, earlier) if earlier is not None else noted
+
+    def read(self, spec: TensorSpec, begin: int, end: int) -> bytes:
+        """Elements [begin, end) of a tensor, little-endian."""
+        space = self.state.geometry[spec.dtype]
+        first = int(space.starts[space.index[spec.name]])
+        with self._baseline.gate.reading():
+            piece = self.state.memory.tensor(spec.name).reshape(-1)[begin:end].copy()
+            undo = self._undo.get(spec.dtype)
+            if undo is not None:
+                lo, hi = np.searchsorted(undo.positions, [first + begin, first + end])
+                piece[undo.positions[lo:hi] - (first + begin)] = undo.values[lo:hi]
+        return piece.tobytes()
+
+    def wait_for_room(self) -> None:
+        """Return once the undo is within its bound, or the view is closed."""
+        with self._room:
+            self._room.wait_for(lambda: self._closed or self._undo_bytes() <= self._max_undo_bytes)
+
+    def _undo_bytes(self) -> int:
+        return sum(c.positions.nbytes + c.values.nbytes for c in self._undo.values())
+
+    def close(self) -> None:
+        """Let the baseline go."""
+        with self._room:
+            self._closed = True
+            self._undo = {}
+            self._room.notify_all()
+        self._baseline._forget(self)
+
+

@@ -1,0 +1,241 @@
+"""What a trainer's tensors are at one moment: the encoded difference to the baseline, or, to start afresh, a copy.
+
+A capture runs in the thread that publishes, with a pool's help, while the tensors hold still. When it returns, the trainer may
+go on: nothing refers to its tensors any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from weightcast.codec import Encoded, Geometry, Interval, Memory, digest_all, encode
+from weightcast.codec.space import SMALL_ELEMENTS
+from weightcast.manifest.rebuild import State, digest_of, retained
+from weightcast.schemas.digest import Digest
+from weightcast.schemas.errors import Corrupt, UsageError
+from weightcast.schemas.layout import Layout, TensorSpec
+from weightcast.schemas.shard import Row
+
+from .sources import Item, tied
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a version says about itself: the trainer's step, free-form metadata, companion files (None: as before)."""
+
+    step: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] | None = None
+
+
+@dataclass
+class Rows:
+    """Encoded rows, handed from the capturing to the uploading thread as they come."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._rows: list[tuple[Interval, Row]] = []
+        self._finished = False
+        self._failed = False
+
+    def add(self, interval: Interval, row: Row) -> None:
+        """Hand over one row."""
+        with self._changed:
+            self._rows.append((interval, row))
+            self._changed.notify_all()
+
+    def finish(self, *, failed: bool = False) -> None:
+        """No more rows will come; `failed`: and those that came are void."""
+        with self._changed:
+            self._finished, self._failed = True, failed
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[Row]:
+        """All rows in order, waiting for those to come; ends early if the capture failed."""
+        position = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda at=position: self._finished or len(self._rows) > at)  # type: ignore[misc]
+                fresh = self._rows[position:]
+                if self._failed or not fresh:
+                    return
+            for _, row in fresh:
+                yield row
+            position += len(fresh)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the capture failed."""
+        return self._failed
+
+    def by_interval(self) -> dict[Interval, Row]:
+        """The rows of a finished capture."""
+        return dict(self._rows)
+
+    def swap(self, rows: Mapping[Interval, Row]) -> None:
+        """Replace the rows of a finished capture."""
+        self._rows = sorted(rows.items(), key=lambda pair: (pair[0].dtype, pair[0].start))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(row.nbytes for _, row in self._rows)
+
+
+@dataclass
+class Capture:
+    """A version in the making.
+
+    Attributes:
+        label: what it will say about itself.
+        layout: its tensor table; known once `finish` was called.
+        rows: its difference to the baseline (`fresh`: none).
+        after: state digest of the captured bits, taken from them in full.
+        fresh: for a reset, the whole state's memory.
+        relaid: whether the layout differs from the baseline's.
+    """
+
+    label: Label
+    rows: Rows = field(default_factory=Rows)
+    geometry: Geometry | None = None
+    after: Digest = field(default_factory=Digest)
+    fresh: Memory | None = None
+    relaid: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """The tensor table."""
+        if self.geometry is None:
+            raise UsageError("the capture is not finished")
+        return self.geometry.layout
+
+
+def capture_fresh(found: Iterable[Item], label: Label, pool: Executor) -> Capture:
+    """Copy all tensors: the state that a stream, or a reset, starts from."""
+    copies = [item.copied() for item in found]
+    ties = tied(copies)
+    geometry = Geometry(Layout.of(replace(i.spec, tied_to=ties.get(i.spec.name)) for i in copies))
+    if not len(geometry.layout):
+        raise UsageError("there is no tensor to publish", hint="pass model.state_dict()")
+    memory = Memory.over(geometry, {i.spec.name: (i.address, i.spec.nbytes, i.owner) for i in copies})
+    capture = Capture(label, geometry=geometry, fresh=memory)
+    capture.after = digest_all(geometry, memory, pool)
+    capture.rows.finish()
+    return capture
+
+
+class DeltaCapture:
+    """Compares a source with a baseline that holds still meanwhile, and fills a `Capture`."""
+
+    def __init__(self, capture: Capture, state: State, pool: Executor, *, row_elements: int, level: int) -> None:
+        self._capture = capture
+        self._state = state
+        self._pool = pool
+        self._row_elements = row_elements
+        self._level = level
+        self._known = {spec.name: spec for spec in state.layout.stored}
+        self._done: set[str] = set()
+        self._waiting: dict[str, Item] = {}
+        self._moved = Digest()
+
+    def run(self, found: Iterable[Item], drop: Collection[str]) -> None:
+        """Read the whole source. When this returns, nothing refers to the source's tensors any more.
+
+        Raises:
+            UsageError: tensors of the baseline are missing, or are placeholders; names them.
+            Corrupt: the bits changed while they were compared.
+        """
+        try:
+            every = [self._take(item) for item in found]
+            self._finish(every, drop)
+        except BaseException:
+            self._capture.rows.finish(failed=True)
+            raise
+        self._capture.rows.finish()
+
+    def _take(self, item: Item) -> Item:
+        """Deal with one item, at once if it will not last."""
+        spec = item.spec
+        if not item.lasting and self._known.get(spec.name) == spec and spec.elements >= SMALL_ELEMENTS:
+            memory = Memory.blank(self._state.geometry)
+            memory.place(spec.name, item.address, item.owner)
+            space = self._state.geometry[spec.dtype]
+            first = int(space.starts[space.index[spec.name]])
+            step = self._row_elements
+            slices = [
+                Interval(spec.dtype, first + at, min(step, spec.elements - at)) for at in range(0, spec.elements, step)
+            ]
+            self._encode(self._state.geometry, memory, self._state.memory, slices)
+            self._done.add(spec.name)
+        else:
+            self._waiting[spec.name] = item if item.lasting else item.copied()
+        return replace(item, address=0, owner=None)
+
+    def _finish(self, every: Sequence[Item], drop: Collection[str]) -> None:
+        state, capture = self._state, self._capture
+        layout = _next_layout(state.layout, every, drop)
+        capture.relaid = layout != state.layout
+        geometry = Geometry(layout) if capture.relaid else state.geometry
+        capture.geometry = geometry
+        new = Memory.blank(geometry)
+        for name, item in self._waiting.items():
+            if layout[name].tied_to is None:
+                new.place(name, item.address, item.owner)
+        old = _old_bits(state, geometry) if capture.relaid else state.memory
+        rest = [i for i in geometry.intervals(self._row_elements) if geometry[i.dtype].describe(i).tensor not in self._done]
+        self._encode(geometry, new, old, rest)
+        lost = Digest()
+        if capture.relaid:
+            kept = set(retained(state.layout, layout))
+            lost = digest_of(state.geometry, state.memory, [n for n in self._known if n not in kept], self._pool)
+        expected = state.position.digest - lost + self._moved
+        if expected != capture.after:
+            raise Corrupt(
+                f"the changes found lead from version {state.position.version} to state {expected}, the tensors have {capture.after}",
+                hint="the tensors were written to while they were published, or memory is faulty; publish again",
+            )
+
+    def _encode(self, geometry: Geometry, new: Memory, old: Memory, intervals: Sequence[Interval]) -> None:
+        def one(interval: Interval) -> tuple[Interval, Encoded]:
+            return interval, encode(geometry[interval.dtype], new, old, interval, self._level)
+
+        for interval, encoded in self._pool.map(one, intervals):
+            self._capture.after += encoded.digest
+            self._moved += encoded.change
+            if encoded.row is not None:
+                self._capture.rows.add(interval, encoded.row)
+
+
+def _next_layout(before: Layout, every: Sequence[Item], drop: Collection[str]) -> Layout:
+    """The layout of the tensors found, after checking that they cover the layout before."""
+    ties = tied(every)
+    specs = {i.spec.name: replace(i.spec, tied_to=ties.get(i.spec.name)) for i in every}
+    for spec in before:  # a second name that this source does not list stays tied to the first
+        if spec.name not in specs and spec.tied_to in specs and spec.name not in drop:
+            target = specs[spec.tied_to]
+            specs[spec.name] = TensorSpec(spec.name, target.dtype, target.shape, target.tied_to or target.name)
+    missing = [s.name for s in before if s.name not in specs and s.name not in drop]
+    if missing:
+        raise UsageError(f"not published, since the last version has tensors that are missing now: {_some(missing)}", hint="publish every tensor, or name those to drop")
+    empty = [n for n, s in specs.items() if s.shape == (0,) and n in before and before[n].elements and len(before[n].shape) != 1]
+    if empty:
+        raise UsageError(f"not published, since tensors that had data are empty placeholders now: {_some(empty)}", hint="gather the parameters before they are published")
+    return Layout.of(specs.values())
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(repr(n) for n in names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def _old_bits(state: State, geometry: Geometry) -> Memory:
+    """The baseline under another layout: kept tensors where they are, zeros for all others (format: base rule)."""
+    kept = set(retained(state.layout, geometry.layout))
+    new = [spec for spec in geometry.layout.stored if spec.name not in kept]
+    zeros = np.zeros(max([spec.nbytes for spec in new], default=0), np.uint8)  # untouched pages cost no memory
+    buffers: dict[str, Any] = {spec.name: zeros[: spec.nbytes] for spec in new}
+    return Memory.over(geometry, buffers | {name: state.memory.tensor(name) for name in kept})

@@ -1,0 +1,290 @@
+"""The background half of a publisher: one version in flight, one waiting, snapshots beside them.
+
+The trainer's thread captures (and then is free); this thread uploads and commits, and moves the baseline only after
+the commit. A version that waits while a newer one is captured is replaced by it: versions coalesce rather than queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+
+from weightcast.codec import Geometry, Memory
+from weightcast.manifest.chain import Position
+from weightcast.manifest.rebuild import State, proved
+from weightcast.schemas.errors import Conflict, Corrupt, StorageError, UsageError, WeightcastError
+from weightcast.schemas.manifest import VersionManifest
+from weightcast.schemas.settings import PublisherSettings
+
+from .baseline import Baseline
+from .capture import Capture, Label
+from .rebase import materialise, rebase_rows, recapture
+from .resume import Keeper
+from .snapshots import Snapshots
+from .upload import Uploader
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Job:
+    """A capture on its way, and those who wait for it: itself and the versions that it replaced."""
+
+    capture: Capture
+    futures: list[Future[VersionManifest]] = field(default_factory=lambda: [Future()])
+
+    def succeed(self, position: Position) -> None:
+        """Tell everybody that the version is committed."""
+        for future in self.futures:
+            if not future.done():  # one whose outcome was unknown was told so
+                future.set_result(position.manifest)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell everybody that it is not."""
+        for future in self.futures:
+            if not future.done():
+                future.set_exception(error)
+
+
+class Pipeline:
+    """See the module.
+
+    `baseline` is None until a version was committed that starts the chain; `parent` is the head that it then follows.
+    """
+
+    def __init__(
+        self,
+        uploader: Uploader,
+        baseline: Baseline | None,
+        settings: PublisherSettings,
+        pool: Executor,
+        keeper: Keeper,
+        parent: Position | None = None,
+    ) -> None:
+        self.baseline = baseline
+        self._parent = parent
+        self._uploader = uploader
+        self._settings = settings
+        self._pool = pool
+        self._keeper = keeper
+        self._changed = threading.Condition()
+        self._active: Job | None = None
+        self._waiting: Job | None = None
+        self._unsettled: tuple[Job, VersionManifest] | None = None
+        self._error: WeightcastError | None = None
+        self._dead: WeightcastError | None = None
+        self._closing = False
+        self.snapshots = Snapshots(uploader, settings)
+        # Not a daemon: a trainer that returns from main with a version in flight has it committed first.
+        self._thread = threading.Thread(target=self._run, name="weightcast-publisher", daemon=False)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background since the last call, once; what is final, each time."""
+        with self._changed:
+            error, self._error = self._error, None
+            if self._dead or error:
+                raise self._dead or error  # type: ignore[misc]
+
+    def fence(self, label: Label) -> None:
+        """Commit an empty version on top of the baseline. Call before anything is published.
+
+        Raises:
+            Conflict: another publisher committed that version.
+        """
+        baseline = self.baseline
+        if baseline is None:
+            raise UsageError("there is no version to fence")
+        position = self._uploader.commit(self._uploader.prepare_empty(baseline.position, label))
+        with baseline.gate.changing():
+            baseline.replace(State(position, baseline.geometry, baseline.state.memory))
+        self._keeper.note(baseline.state)
+
+    def offer(self, job: Job) -> bool:
+        """Make `job` the active one before its capture has begun, so that uploads overlap it. False if one is active."""
+        with self._changed:
+            if self._active is not None or self._closing or self._unsettled is not None:
+                return False
+            self._active = job
+            self._changed.notify_all()
+            return True
+
+    def queue(self, job: Job) -> None:
+        """Put a finished capture behind the active one, in place of one that waits there already."""
+        with self._changed:
+            if self._waiting is not None:
+                job.futures += self._waiting.futures
+            self._waiting = job
+            self._changed.notify_all()
+
+    def wait_idle(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is active or waiting; False if time ran out first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._active and not self._waiting, timeout)
+
+    def close(self, timeout: float | None) -> None:
+        """Finish what is on its way, then stop.
+
+        Raises:
+            StorageError: time ran out; names what is not committed.
+            WeightcastError: what went wrong in the background and was not raised before.
+        """
+        finished = self.wait_idle(timeout)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if not finished:
+            raise StorageError(f"closed after {timeout} s with a version not committed", hint="the store is slow or down; publish again")
+        self._thread.join(timeout)
+        self.snapshots.join(timeout)
+        self.check()
+
+    def _wait_for_work(self) -> bool:
+        """Whether there is a job; False when there will be no more."""
+        with self._changed:
+            while self._active is None and self._waiting is None:
+                if self._closing or not threading.main_thread().is_alive():
+                    return False
+                self._changed.wait(0.5)
+            return True
+
+    def _take(self) -> Job:
+        with self._changed:
+            if self._active is None:
+                self._active, self._waiting = self._waiting, None
+            if self._active is None:
+                raise UsageError("there is no job to take")
+            return self._active
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            job: Job | None = None
+            try:
+                self._settle_unknown()
+                job = self._take()
+                self._process(job)
+            except WeightcastError as error:
+                self._report(job, error)
+            except Exception as error:  # noqa: BLE001 - must reach the trainer, whatever it is
+                self._report(job, WeightcastError(f"publishing failed: {type(error).__name__}: {error}"))
+            finally:
+                with self._changed:
+                    self._active = None
+                    self._changed.notify_all()
+
+    def _report(self, job: Job | None, error: WeightcastError) -> None:
+        """Pass `error` to those who wait for `job`, or for the one that waits for its turn."""
+        log.error("version not committed: %s", error)
+        with self._changed:
+            if job is None:
+                job, self._waiting = self._waiting, None
+            if job is not None:
+                job.fail(error)
+            self._error = error
+            if isinstance(error, Conflict):
+                self._dead = error
+
+    def _process(self, job: Job) -> None:
+        capture = job.capture
+        parent = self.baseline.position if self.baseline else self._parent
+        manifest: VersionManifest | None
+        if capture.fresh is not None:
+            manifest = self._uploader.prepare_reset(capture, parent)
+        elif parent is None:
+            raise UsageError("a stream's first version must be a whole one")
+        else:
+            manifest = self._uploader.prepare_delta(capture, parent)
+        if manifest is None:
+            job.fail(UsageError("the capture failed"))  # its own error was raised where the capture ran
+            return
+        self._commit(job, manifest)
+
+    def _settle_unknown(self) -> None:
+        """Find out about a commit whose outcome was unknown, while what was captured since still waits."""
+        if self._unsettled is not None:
+            job, manifest = self._unsettled
+            self._commit(job, manifest)
+
+    def _commit(self, job: Job, manifest: VersionManifest) -> None:
+        self._unsettled = (job, manifest)
+        try:
+            position = self._uploader.commit(manifest)
+        except Conflict:
+            self._unsettled = None
+            raise
+        self._unsettled = None
+        try:
+            self._move(job.capture, position)
+        except WeightcastError as error:
+            self._dead = Corrupt(f"version {position.version} is committed, but the baseline could not follow: {error}", hint="restart the publisher")
+        log.info(
+            "published version %d: %d of %d elements changed, %d bytes",
+            position.version,
+            manifest.totals.changed,
+            manifest.totals.elements,
+            manifest.totals.bytes,
+            extra={"version": position.version, "step": manifest.step, "bytes": manifest.totals.bytes},
+        )
+        job.succeed(position)
+        if self.baseline is not None and self._dead is None:
+            self._keeper.note(self.baseline.state)
+            self.snapshots.after(position, self.baseline)
+
+    def _move(self, capture: Capture, position: Position) -> None:
+        """Take the committed bits for the baseline, and tell a waiting capture from there."""
+        baseline = self.baseline
+        if capture.fresh is not None:
+            state = self._keeper.settle(State(position, self._geometry(capture), capture.fresh))
+            if baseline is None:
+                self.baseline = Baseline(state)
+            else:
+                with baseline.gate.changing():
+                    baseline.replace(state)
+            return
+        if baseline is None:
+            raise UsageError("a delta needs a baseline")
+        baseline.wait_for_view()
+        with baseline.gate.changing():
+            waiting = self._waiting
+            if waiting is None:
+                self._advance(baseline, capture, position)
+            else:
+                self._advance_under(waiting, baseline, capture, position)
+
+    def _advance_under(self, waiting: Job, baseline: Baseline, capture: Capture, position: Position) -> None:
+        """Advance, and tell what `waiting` captured from the new baseline instead of the old one."""
+        before, settings = baseline.state, self._settings
+        if waiting.capture.relaid or capture.relaid:
+            # Rare: the layout changes while versions coalesce. Worth a whole copy, not a second mechanism.
+            image = State(before.position, before.geometry, _copy(before))
+            self._advance(baseline, capture, position)
+            waiting.capture = recapture(
+                image, waiting.capture, baseline.state, self._pool, row_elements=settings.row_elements, level=settings.level
+            )
+        else:
+            rows = rebase_rows(before, capture.rows.by_interval(), waiting.capture.rows.by_interval(), self._pool, settings.level)
+            self._advance(baseline, capture, position)
+            waiting.capture.rows.swap(rows)
+
+    def _advance(self, baseline: Baseline, capture: Capture, position: Position) -> None:
+        if not capture.relaid:
+            baseline.advance(capture.rows, position, self._pool)
+            return
+        geometry = self._geometry(capture)
+        memory = materialise(baseline.state, capture, self._pool)
+        baseline.replace(self._keeper.settle(proved(State(position, geometry, memory), self._pool)))
+
+    @staticmethod
+    def _geometry(capture: Capture) -> Geometry:
+        if capture.geometry is None:
+            raise UsageError("the capture is not finished")
+        return capture.geometry
+
+
+def _copy(state: State) -> Memory:
+    memory = Memory.allocate(state.geometry)
+    for spec in state.layout.stored:
+        memory.tensor(spec.name)[...] = state.memory.tensor(spec.name)
+    return memory

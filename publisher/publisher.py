@@ -1,0 +1,230 @@
+"""`Publisher`: what a trainer calls."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from types import TracebackType
+from typing import Any, Final, Self
+
+from weightcast.manifest.chain import Position
+from weightcast.manifest.commit import Writer, create_stream
+from weightcast.manifest.store import Store, open_store
+from weightcast.manifest.stream import StreamReader
+from weightcast.schemas.errors import Conflict, NotFound, StorageError, UsageError
+from weightcast.schemas.manifest import MAX_METADATA_BYTES, VersionManifest
+from weightcast.schemas.settings import PublisherSettings
+
+from .baseline import Baseline
+from .capture import Capture, DeltaCapture, Label, capture_fresh
+from .pipeline import Job, Pipeline
+from .resume import Keeper, load_baseline, newest_snapshot
+from .sources import Casts, Item, Tensors, items
+from .upload import Uploader
+from .workers import Workers
+
+_FENCE_TRIES: Final = 5  # a predecessor commits at most its one version in flight; more is somebody else at work
+
+
+class PendingVersion:
+    """A version on its way to the store."""
+
+    def __init__(self, future: Future[VersionManifest]) -> None:
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        """Whether it is settled, one way or the other."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> VersionManifest:
+        """The manifest, once committed. Where versions coalesced, that of the later one that holds this one's changes.
+
+        Raises:
+            StorageError: not committed in time, or the store failed; the changes will be in the next version.
+            Conflict: another publisher has taken over.
+        """
+        try:
+            return self._future.result(timeout)
+        except FutureTimeout:
+            raise StorageError(f"the version was not committed within {timeout} s") from None
+
+
+class Publisher:
+    """Publishes a policy's weights to one stream. Close it, or use it as a context manager.
+
+    Opening an existing stream proves the head's state (from the kept baseline or the store) and commits an empty version of
+    this run, so that a predecessor that was only slow can commit nothing more.
+
+    Args:
+        root: URL or path of the stream; made with the first version if nothing is there.
+        settings: how to work; from the environment and defaults if not given.
+        store: an opened store, instead of `root`'s.
+        fence: whether to commit that empty version. A one-shot publisher needs none.
+
+    Raises:
+        Conflict: another publisher is committing to the stream right now.
+        Gap, Corrupt, Untrusted: the stream cannot be continued; `publish(..., reset=True)` of a publisher opened
+            with `resume=False` starts it afresh.
+        StorageError: the store failed.
+    """
+
+    def __init__(
+        self, root: str, settings: PublisherSettings | None = None, *, store: Store | None = None, fence: bool = True, resume: bool = True
+    ) -> None:
+        self.settings = settings or PublisherSettings()
+        self._store = store or open_store(root)
+        self._casts = Casts(self.settings.cast)
+        self._compute = Workers(self.settings.threads, "weightcast-encode")
+        self._transfer = Workers(8, "weightcast-upload")
+        self._writer = Writer.fresh(self.settings.writer)
+        self._keeper = Keeper(self.settings.baseline)
+        self._publishing = threading.Lock()
+        self._pipeline: Pipeline | None = None
+        try:
+            reader = StreamReader.open(self._store)
+        except NotFound:
+            return
+        if resume:
+            self._resume(reader, fence)
+        else:
+            head = reader.head()
+            self._start(reader, parent=reader.position(head) if head is not None else None)
+
+    def _resume(self, reader: StreamReader, fence: bool) -> None:
+        """Go on from the head; and again from a newer one, if a predecessor was just committing that."""
+        for attempt in range(_FENCE_TRIES):
+            head = reader.head()
+            if head is None:
+                return
+            state = load_baseline(reader, head, self._compute, self._keeper)
+            pipeline = self._start(reader, baseline=Baseline(state))
+            pipeline.snapshots.resume(newest_snapshot(reader, head), 0)
+            try:
+                if fence:
+                    pipeline.fence(Label(metadata={"fence": True}))
+                return
+            except Conflict:
+                pipeline.close(None)
+                if attempt == _FENCE_TRIES - 1:
+                    raise
+
+    @property
+    def version(self) -> int | None:
+        """The last committed version that this publisher knows of."""
+        baseline = self._pipeline.baseline if self._pipeline else None
+        return baseline.position.version if baseline else None
+
+    def publish(
+        self,
+        tensors: Tensors,
+        *,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        drop: Collection[str] = (),
+        reset: bool = False,
+    ) -> PendingVersion:
+        """Publish these tensors as the next version.
+
+        Returns as soon as they have been compared, or copied for a first version: from then on the trainer may change them. The
+        rest happens in the background. At most one version is in flight and one waits; a newer one replaces the one that waits.
+
+        Args:
+            tensors: all tensors of the model, as a mapping (`model.state_dict()`) or (name, tensor) pairs, on any device.
+            step: the trainer's step, kept beside the version.
+            metadata: JSON values, for people and frameworks; at most 64 KiB.
+            files: companion files by name (config, tokenizer); None: as in the version before.
+            drop: names that the version before has and this one no longer has.
+            reset: start afresh from a snapshot, whatever the stream held.
+
+        Raises:
+            UsageError: the tensors do not cover the last version, or cannot be published; nothing was.
+            Corrupt: the tensors changed while they were compared; nothing was published.
+            WeightcastError: what went wrong with an earlier version in the background, once.
+        """
+        return self._publish(items(tensors, self._casts), Label(step, _checked(metadata or {}), files), drop, reset)
+
+    def publish_items(self, found: Iterable[Item], label: Label, *, drop: Collection[str] = (), reset: bool = False) -> PendingVersion:
+        """`publish` for tensors that are bits already, such as those of a checkpoint folder."""
+        return self._publish(found, label, drop, reset)
+
+    def _publish(self, found: Iterable[Item], label: Label, drop: Collection[str], reset: bool) -> PendingVersion:
+        with self._publishing:
+            pipeline = self._pipeline
+            if pipeline is None:
+                reader = create_stream(self._store, single_writer=self.settings.single_writer)
+                pipeline = self._start(reader)
+            if pipeline.baseline is None or reset:
+                # A delta can only be told from a state that is committed, so a first version is waited for.
+                pipeline.wait_idle()
+            pipeline.check()
+            if pipeline.baseline is None or reset:
+                job = Job(capture_fresh(found, label, self._compute))
+                pipeline.queue(job)
+                return PendingVersion(job.futures[0])
+            return self._publish_delta(pipeline, pipeline.baseline, found, label, drop)
+
+    def _publish_delta(self, pipeline: Pipeline, baseline: Baseline, found: Iterable[Item], label: Label, drop: Collection[str]) -> PendingVersion:
+        if drop or baseline.position.manifest.totals.bytes > self.settings.max_pending_bytes // 2:
+            pipeline.wait_idle()
+        job = Job(Capture(label))
+        with baseline.gate.reading():
+            active = pipeline.offer(job)
+            DeltaCapture(
+                job.capture, baseline.state, self._compute, row_elements=self.settings.row_elements, level=self.settings.level
+            ).run(found, drop)
+            if not active:
+                pipeline.queue(job)
+        return PendingVersion(job.futures[0])
+
+    def wait_idle(self, timeout: float | None = None) -> bool:
+        """Wait until everything published is settled; False if time ran out."""
+        return self._pipeline is None or self._pipeline.wait_idle(timeout)
+
+    def snapshot(self) -> None:
+        """Write a snapshot of the last committed version now, beside the chain, and wait for it."""
+        if self._pipeline is None or self._pipeline.baseline is None:
+            raise NotFound("nothing was published yet, so there is nothing to take a snapshot of")
+        self._pipeline.wait_idle()
+        baseline = self._pipeline.baseline
+        self._pipeline.snapshots.join(None)
+        self._pipeline.snapshots.start(baseline.position, baseline)
+        self._pipeline.snapshots.join(None)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for what is on its way, then stop.
+
+        Raises:
+            WeightcastError: a version was not committed and nobody was told yet, or time ran out.
+        """
+        try:
+            if self._pipeline is not None:
+                self._pipeline.close(timeout)
+        finally:
+            self._compute.shutdown(wait=False)
+            self._transfer.shutdown(wait=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self, reader: StreamReader, *, baseline: Baseline | None = None, parent: Position | None = None) -> Pipeline:
+        uploader = Uploader(reader, self._writer, self.settings, self._transfer)
+        self._pipeline = Pipeline(uploader, baseline, self.settings, self._compute, self._keeper, parent)
+        return self._pipeline
+
+
+def _checked(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        text = json.dumps(dict(metadata), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"metadata is not JSON: {error}") from error
+    if len(text) > MAX_METADATA_BYTES:
+        raise UsageError(f"metadata has {len(text)} bytes, at most {MAX_METADATA_BYTES} are allowed")
+    return dict(json.loads(text))

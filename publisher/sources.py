@@ -1,0 +1,212 @@
+"""What a trainer hands over, as plain bits: names, dtypes, shapes, addresses.
+
+A source is any mapping or iterable of (name, tensor), the tensors torch's or numpy's, on any device, of any strides. From a
+mapping all tensors are alive at once, so they are compared where they lie. From any other iterable a tensor may be
+gone when the next one is asked for, so each is dealt with before that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from weightcast.schemas.dtypes import WIDTHS
+from weightcast.schemas.errors import UsageError
+from weightcast.schemas.layout import TensorSpec
+
+from .names import NameMap
+
+Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+_TORCH: Final[dict[torch.dtype, str]] = {
+    getattr(torch, attribute): name
+    for attribute, name in {
+        "bool": "BOOL",
+        "uint8": "U8",
+        "int8": "I8",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2": "F8_E5M2",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        "float8_e8m0fnu": "F8_E8M0",
+        "uint16": "U16",
+        "int16": "I16",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "uint32": "U32",
+        "int32": "I32",
+        "float32": "F32",
+        "uint64": "U64",
+        "int64": "I64",
+        "float64": "F64",
+        "complex64": "C64",
+    }.items()
+    if hasattr(torch, attribute)
+}
+_FROM_NAME: Final = {name: dtype for dtype, name in _TORCH.items()}
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor, ready to be compared.
+
+    Attributes:
+        spec: name, dtype, shape.
+        address: of `spec.nbytes` bytes in C order in host memory; 0 for an empty tensor.
+        owner: keeps the address valid.
+        lasting: whether the bytes stay where they are until the whole source was read.
+        identity: equal for two items that are the same tensor under two names; None if that cannot be known.
+    """
+
+    spec: TensorSpec
+    address: int
+    owner: object
+    lasting: bool
+    identity: tuple[object, ...] | None
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The bytes, without a copy."""
+        if not self.spec.nbytes:
+            return np.empty(0, np.uint8)
+        return np.frombuffer((ctypes.c_uint8 * self.spec.nbytes).from_address(self.address), np.uint8)
+
+    def copied(self) -> Item:
+        """The same bits in memory of their own."""
+        array = self.array().copy()
+        return replace(self, address=array.ctypes.data if self.spec.nbytes else 0, owner=array, lasting=True)
+
+
+def dtype_name(tensor: Any, name: str) -> str:
+    """The safetensors name of a torch or numpy tensor's dtype.
+
+    Raises:
+        UsageError: a stream cannot carry it.
+    """
+    if isinstance(tensor, torch.Tensor):
+        found = _TORCH.get(tensor.dtype)
+    else:
+        found = _TORCH.get(torch.from_numpy(np.empty(0, tensor.dtype)).dtype) if tensor.dtype.kind in "biufc" and tensor.dtype.itemsize <= 8 else None
+    if found is None:
+        raise UsageError(f"tensor {name!r} has dtype {tensor.dtype}; supported are {', '.join(WIDTHS)}", hint="publish it under a dtype of the same bits")
+    return found
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a safetensors dtype name.
+
+    Raises:
+        UsageError: this torch has no such dtype.
+    """
+    try:
+        return _FROM_NAME[name]
+    except KeyError:
+        raise UsageError(f"dtype {name!r} is not known; use one of {', '.join(sorted(_FROM_NAME))}") from None
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as integers of their width: a view, on the same device and with the same strides."""
+    return tensor.detach().view(_BITS[tensor.element_size()])
+
+
+class Casts:
+    """Conversions that the user asked for: the first pattern that matches a name decides; without one, none is made."""
+
+    def __init__(self, rules: Mapping[str, str]) -> None:
+        self._rules = {pattern: torch_dtype(dtype) for pattern, dtype in rules.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._rules)
+
+    def __call__(self, name: str, tensor: Any) -> Any:
+        """`tensor`, rounded to nearest even if a rule says so."""
+        for pattern, dtype in self._rules.items():
+            if fnmatchcase(name, pattern):
+                return _round(tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(tensor)), dtype)
+        return tensor
+
+
+def _round(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round to nearest even; a NaN stays a NaN whatever the vector unit makes of its payload."""
+    tensor = tensor.detach()
+    rounded = tensor.to(dtype)
+    if tensor.is_floating_point() and rounded.is_floating_point() and rounded.element_size() >= 2:
+        nan = tensor.isnan()
+        if bool((nan & ~rounded.isnan()).any()):
+            rounded = torch.where(nan, torch.full((), float("nan"), dtype=dtype, device=tensor.device), rounded)
+    return rounded
+
+
+def items(tensors: Tensors, casts: Casts) -> Iterator[Item]:
+    """The tensors of `tensors` under their checkpoint names, each valid at least until the next one is asked for.
+
+    Raises:
+        UsageError: not (name, tensor) pairs, an unknown dtype, a sparse or meta tensor, or two names that become one.
+    """
+    names = NameMap()
+    lasting = isinstance(tensors, Mapping)
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    for pair in pairs:
+        try:
+            original, tensor = pair
+        except (TypeError, ValueError):
+            raise UsageError(f"expected (name, tensor) pairs, found {type(pair).__name__}", hint="pass model.state_dict()") from None
+        if not isinstance(original, str) or not isinstance(tensor, (torch.Tensor, np.ndarray)):
+            raise UsageError(f"expected a tensor under the name {original!r}, found {type(tensor).__name__}", hint="pass model.state_dict()")
+        name = names(original)
+        cast = casts(name, tensor)
+        item = _of_array(name, cast) if isinstance(cast, np.ndarray) else _of_tensor(name, cast)
+        # Memory of an iterable's tensors may be used again for the next one: there, equal addresses mean nothing.
+        identity = _identity(tensor) if lasting and isinstance(tensor, torch.Tensor) else None
+        yield replace(item, lasting=lasting and item.lasting and cast is tensor, identity=identity)
+
+
+def _of_array(name: str, array: npt.NDArray[Any]) -> Item:
+    plain = np.ascontiguousarray(array)
+    if not plain.dtype.isnative:
+        plain = plain.astype(plain.dtype.newbyteorder("="))
+    spec = TensorSpec(name, dtype_name(plain, name), tuple(array.shape))
+    return Item(spec, plain.ctypes.data if plain.size else 0, plain, plain is array, None)
+
+
+def _of_tensor(name: str, tensor: torch.Tensor) -> Item:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        raise UsageError(f"tensor {name!r} is {tensor.layout} on {tensor.device}; only dense tensors with data can be published")
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    lasting = plain.device.type == "cpu" and plain.is_contiguous() and plain.data_ptr() == tensor.data_ptr()
+    plain = plain.to("cpu").contiguous()
+    spec = TensorSpec(name, dtype_name(tensor, name), tuple(tensor.shape))
+    return Item(spec, plain.data_ptr() if plain.numel() else 0, plain, lasting, None)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
+        return None
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def recast(item: Item, casts: Casts) -> Item:
+    """`item` under the conversions that the user asked for."""
+    if not casts or item.spec.dtype not in _FROM_NAME or not item.spec.elements:
+        return item
+    tensor = torch.frombuffer(bytearray(item.array()), dtype=torch_dtype(item.spec.dtype)).reshape(item.spec.shape)
+    cast = casts(item.spec.name, tensor)
+    return item if cast is tensor else replace(_of_tensor(item.spec.name, cast), lasting=False)
+
+
+def tied(found: Iterable[Item]) -> dict[str, str]:
+    """For items that are one tensor under several names: each further name -> the first by name."""
+    first: dict[tuple[object, ...], str] = {}
+    ties: dict[str, str] = {}
+    for item in sorted(found, key=lambda i: i.spec.name):
+        if item.identity is not None:
+            owner = first.setdefault(item.identity, item.spec.name)
+            if owner != item.spec.name:
+                ties[item.spec.name] = owner
+    return ties
