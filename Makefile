@@ -58,7 +58,7 @@ bench: $(VENV)/dev.stamp $(VENV)/editable.stamp ## Measure against the figures i
 
 .PHONY: format
 format: $(VENV)/dev.stamp ## Rewrite the sources in the house style
-	$(BIN)/ruff check --fix .
+	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
 .PHONY: dev
@@ -96,6 +96,6 @@ $(WHEEL)/wheel.stamp: $(VENV)/dev.stamp README.md LICENSE $(SOURCES) $(FOLDERS)
 	$(BIN)/python -m venv --without-pip $(WHEEL)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  >"$$($(WHEEL_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/deps.pth"
-	$(PIP) --python $(WHEEL_PYTHON) install --quiet --no-deps out/dist/*.whl
+	$(PIP) --python $(WHEEL_PYTHON) install --quiet --no-deps --ignore-installed out/dist/*.whl
 	ln -s "$(CURDIR)/$(BIN)/weed" $(WHEEL)/bin/weed
 	@touch $@

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from weightcast.schemas.digest import Digest
-from weightcast.schemas.shard import Coding, Row
+from weightcast.schemas.errors import UsageError
+from weightcast.schemas.shard import MAX_ROW_ELEMENTS, Coding, Row
 
 from .jit import TAGS
 from .kernels import code_steps, compare_interval, digest_change, gather
@@ -45,10 +47,9 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Changes of an interval: positions relative to it, old and new bits, step bytes, new bits of the escaped ones."""
+    """Changes of an interval: positions relative to it, new bits, step bytes, new bits of the escaped ones."""
 
     positions: npt.NDArray[np.uint32]
-    olds: npt.NDArray[Any]
     news: npt.NDArray[Any]
     steps: npt.NDArray[np.uint8]
     escapes: npt.NDArray[Any]
@@ -95,29 +96,69 @@ def encode(
         UsageError: the interval is not in the space, or a memory is not of its layout.
     """
     space.check(interval)
-    first, start, length = space.tensor_at(interval.start), interval.start, interval.length
-    olds, news = (np.empty(length, UNSIGNED[space.width]) for _ in range(2))
-    positions = np.empty(length, np.uint32)
-    count, lane0, lane1 = compare_interval(
-        old.addresses(space), new.addresses(space), space.starts, space.seeds, first, start, length,
-        positions, olds, news, TAGS[space.width],
+    if interval.length > MAX_ROW_ELEMENTS:
+        raise UsageError(f"{interval} is longer than a row may be, {MAX_ROW_ELEMENTS} elements")
+    first, width = space.tensor_at(interval.start), space.width
+    positions, olds, news = _scratch.take(interval.length, width)
+    count, *lanes = compare_interval(
+        old.addresses(space), new.addresses(space), space.starts, space.seeds, first,
+        interval.start, interval.length, positions, olds, news, TAGS[width],
     )  # fmt: skip
-    digest = Digest(int(lane0), int(lane1))
+    digest = Digest(*map(int, lanes))
     if count == 0:
         return Encoded(None, digest, Digest())
-    lanes = digest_change(space.starts, space.seeds, first, positions, start, olds, news, count)
+    lanes = digest_change(space.starts, space.seeds, first, positions, interval.start, olds, news, count)
     steps, escapes = np.empty(count, np.uint8), np.empty(count, olds.dtype)
     escaped = code_steps(olds, news, count, steps, escapes)
-    found = _Found(positions[:count], olds[:count], news[:count], steps, escapes[:escaped])
+    found = _Found(positions[:count], news[:count], steps, escapes[:escaped])
     planes = _smallest(space, old, interval, found, level, coding)
+    return Encoded(_row(space, interval, planes, digest), digest, Digest(*map(int, lanes)))
+
+
+def _row(space: FlatSpace, interval: Interval, planes: _Planes, digest: Digest) -> Row:
     place = space.describe(interval)
-    row = Row(
-        tensor=place.tensor, tensors=place.tensors, dtype=space.dtype, shape=place.shape, offset=place.offset,
-        length=length, count=planes.count, escaped=planes.escaped, coding=planes.coding, gap_shift=planes.gap_shift,
-        gap_bytes=planes.gap_bytes, gaps=planes.gaps, lows=planes.lows, steps=planes.steps, escapes=planes.escapes,
+    return Row(
+        tensor=place.tensor,
+        tensors=place.tensors,
+        dtype=space.dtype,
+        shape=place.shape,
+        offset=place.offset,
+        length=interval.length,
+        count=planes.count,
+        escaped=planes.escaped,
+        coding=planes.coding,
+        gap_shift=planes.gap_shift,
+        gap_bytes=planes.gap_bytes,
+        gaps=planes.gaps,
+        lows=planes.lows,
+        steps=planes.steps,
+        escapes=planes.escapes,
         digest=digest,
-    )  # fmt: skip
-    return Encoded(row, digest, Digest(int(lanes[0]), int(lanes[1])))
+    )
+
+
+class _Scratch(threading.local):
+    """Room for the changes of a row, kept from row to row: fresh pages would cost a tenth of the whole encoding.
+
+    Only what a row fills is ever touched: 8 bytes a change at width 2, and no more than the densest row needed.
+    """
+
+    def __init__(self) -> None:
+        self._positions = np.empty(0, np.uint32)
+        self._bits: dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
+
+    def take(
+        self, length: int, width: int
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any], npt.NDArray[Any]]:
+        """positions, olds and news of at least `length` entries, valid until this thread's next call."""
+        if len(self._positions) < length:
+            self._positions = np.empty(length, np.uint32)
+        if width not in self._bits or len(self._bits[width][0]) < length:
+            self._bits[width] = np.empty(length, UNSIGNED[width]), np.empty(length, UNSIGNED[width])
+        return self._positions, *self._bits[width]
+
+
+_scratch = _Scratch()
 
 
 def _smallest(

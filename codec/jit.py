@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -100,6 +101,20 @@ def differ(typingctx: Any, left: Any, right: Any, tag: Any) -> Any:
         return builder.bitcast(builder.icmp_unsigned("!=", a, b), _I64)
 
     return types.uint64(types.uint64, types.uint64, tag), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """prefetch(address: uint64): have its cache line fetched. Any address will do; nothing is read."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [builder.inttoptr(args[0], byte), word(0), word(3), word(1)])  # read, keep, data
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), codegen
 
 
 @intrinsic

@@ -73,10 +73,10 @@ class Memory:
         return cls(geometry, addresses, [whole], writable=True)
 
     @classmethod
-    def blank(cls, geometry: Geometry) -> Memory:
-        """Read-only memory with no tensor in place yet; see `place`."""
+    def blank(cls, geometry: Geometry, *, writable: bool = False) -> Memory:
+        """Memory with no tensor in place yet; see `place`. Only tensors in place may be touched."""
         return cls(
-            geometry, {s.dtype: np.zeros(len(s.names), np.uint64) for s in geometry}, [], writable=False
+            geometry, {s.dtype: np.zeros(len(s.names), np.uint64) for s in geometry}, [], writable=writable
         )
 
     def place(self, name: str, address: int, owner: object) -> None:
@@ -106,8 +106,8 @@ class Memory:
         Raises:
             UsageError: this memory holds another layout.
         """
-        mine = self.geometry[space.dtype] if space.dtype in self.geometry else None
-        if mine is not space and (mine is None or mine.specs != space.specs):
+        mine = self.geometry.get(space.dtype)
+        if mine is not space and (mine is None or not np.array_equal(mine.seeds, space.seeds)):
             raise UsageError(
                 f"this memory does not hold the {space.dtype} tensors of the layout that was asked for"
             )

@@ -94,14 +94,13 @@ class FlatSpace:
         return Place(self.names[first], last - first + 1, shape, interval.start - int(self.starts[first]))
 
     def check(self, interval: Interval) -> None:
-        """Refuse an interval that is not inside this space, or longer than a row may be.
+        """Refuse an interval that is not inside this space.
 
         Raises:
             UsageError: it is not.
         """
-        inside = 0 <= interval.start < interval.stop <= self.elements and interval.length <= MAX_ROW_ELEMENTS
-        if interval.dtype != self.dtype or not inside:
-            raise UsageError(f"{interval} is not a row of the {self.dtype} space of {self.elements} elements")
+        if interval.dtype != self.dtype or not 0 <= interval.start < interval.stop <= self.elements:
+            raise UsageError(f"{interval} is not inside the {self.dtype} space of {self.elements} elements")
 
     def locate(self, row: Row) -> int:
         """Flat start of the interval of `row`, after checking that the row fits this space.
@@ -173,6 +172,10 @@ class Geometry:
 
     def __contains__(self, dtype: str) -> bool:
         return dtype in self._spaces
+
+    def get(self, dtype: str) -> FlatSpace | None:
+        """The space of `dtype`, or None if the layout stores no such tensor."""
+        return self._spaces.get(dtype)
 
     def __iter__(self) -> Iterator[FlatSpace]:
         return iter(self._spaces.values())

@@ -1,9 +1,10 @@
 """A small decoder-only transformer with the tensor names of a Llama checkpoint.
 
-One class serves both sides: the learner runs it with fp32 masters, a rollout process with its own bf16 copy. The
-output head is tied to `model.embed_tokens.weight`, so it has no tensor of its own.
+One class serves both sides: the learner runs it with fp32 masters, a rollout process with its own bf16 copy.
+The output head is tied to `model.embed_tokens.weight`, so it has no tensor of its own.
 
-Letters in shape comments: B sequences, T positions, A answer positions, D width, H heads, K head width, V vocabulary.
+Letters in shape comments: B sequences, P prompt positions, A answer positions, T = P + A, D width, H heads,
+K head width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from ..schemas.errors import UsageError
 
@@ -28,16 +29,17 @@ class PolicyConfig:
         layers: number of decoder blocks.
         heads: number of attention heads.
         mlp_width: size of the gated hidden layer.
-        init_scale: standard deviation of the embeddings and, in units of 1/sqrt(fan-in), of all other matrices.
+        init_scale: standard deviation of embeddings and, in units of 1/sqrt(fan-in), of other matrices.
+            Larger weights let an optimizer step of the same size cross fewer bf16 rounding boundaries.
     """
 
-    vocab_size: int = 16
-    max_positions: int = 16
-    width: int = 128
+    vocab_size: int
+    max_positions: int
+    width: int = 256
     layers: int = 2
     heads: int = 4
-    mlp_width: int = 384
-    init_scale: float = 1.0
+    mlp_width: int = 512
+    init_scale: float = 2.0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_positions", "width", "layers", "heads", "mlp_width", "init_scale"):
@@ -53,7 +55,7 @@ class Generation:
 
     Attributes:
         tokens: int64 [B, A], the sampled token ids.
-        logprobs: fp32 [B, A], the log-probability of each sampled token under the distribution it was drawn from.
+        logprobs: fp32 [B, A], the log-probability of each token under the distribution it was drawn from.
     """
 
     tokens: Tensor
@@ -91,12 +93,9 @@ class Attention(nn.Module):
             project(hidden_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, T, K]
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        mixed_BHTK = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self._out(mixed_BHTK.transpose(1, 2).flatten(-2))
-
-    def _out(self, mixed_BTD: Tensor) -> Tensor:
-        projected: Tensor = self.o_proj(mixed_BTD)
-        return projected
+        mixed_BHTK = scaled_dot_product_attention(query, key, value, is_causal=True)
+        projected_BTD: Tensor = self.o_proj(mixed_BHTK.transpose(1, 2).flatten(-2))
+        return projected_BTD
 
 
 class GatedMLP(nn.Module):
@@ -110,8 +109,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Return the block's output, [B, T, D]."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
-        return out
+        down_BTD: Tensor = self.down_proj(silu(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
+        return down_BTD
 
 
 class DecoderLayer(nn.Module):
@@ -126,9 +125,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Return the residual stream after this layer, [B, T, D]."""
-        attended: Tensor = hidden_BTD + self.self_attn(self.input_layernorm(hidden_BTD))
-        out: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
-        return out
+        attended_BTD: Tensor = hidden_BTD + self.self_attn(self.input_layernorm(hidden_BTD))
+        thought_BTD: Tensor = self.mlp(self.post_attention_layernorm(attended_BTD))
+        return attended_BTD + thought_BTD
 
 
 class Decoder(nn.Module):
@@ -147,8 +146,8 @@ class Decoder(nn.Module):
         hidden_BTD = self.embed_tokens(tokens_BT) + self.embed_positions(positions_T)
         for layer in self.layers:
             hidden_BTD = layer(hidden_BTD)
-        normed: Tensor = self.norm(hidden_BTD)
-        return normed
+        normed_BTD: Tensor = self.norm(hidden_BTD)
+        return normed_BTD
 
 
 class Policy(nn.Module):
@@ -164,16 +163,21 @@ class Policy(nn.Module):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return fp32 next-token logits [B, T, V] for int64 tokens [B, T]."""
         hidden_BTD = self.model(tokens_BT)
-        logits_BTV = F.linear(hidden_BTD, self.model.embed_tokens.weight).float()
-        return logits_BTV * self.config.width**-0.5  # keeps the random policy close to uniform at any width
+        logits_BTV: Tensor = linear(hidden_BTD, self.model.embed_tokens.weight).float()
+        return logits_BTV * float(self.config.width**-0.5)  # keeps the random policy close to uniform at any width
 
-    def answer_logits(self, tokens_BT: Tensor, prompt_length: int) -> Tensor:
-        """Return the fp32 logits [B, A, V] that predict the tokens after the first `prompt_length`."""
+    def answer_logprobs(self, tokens_BT: Tensor, prompt_length: int, *, temperature: float = 1.0) -> Tensor:
+        """Return the fp32 log-probabilities [B, A] of the tokens after the first `prompt_length`."""
         logits_BTV: Tensor = self(tokens_BT[:, :-1])
-        return logits_BTV[:, prompt_length - 1 :]
+        logits_BAV = logits_BTV[:, prompt_length - 1 :] / temperature
+        answers_BA1 = tokens_BT[:, prompt_length:, None]
+        logprobs_BA: Tensor = torch.log_softmax(logits_BAV, dim=-1).gather(-1, answers_BA1).squeeze(-1)
+        return logprobs_BA
 
     @torch.no_grad()
-    def generate(self, prompts_BP: Tensor, length: int, *, rng: torch.Generator, temperature: float = 1.0) -> Generation:
+    def generate(
+        self, prompts_BP: Tensor, length: int, *, rng: torch.Generator, temperature: float = 1.0
+    ) -> Generation:
         """Sample `length` tokens after each prompt.
 
         There is no KV cache: with a dozen positions, computing the prefix again costs less than keeping one.
@@ -187,10 +191,9 @@ class Policy(nn.Module):
         Raises:
             UsageError: prompt and answer do not fit the positions, or the temperature is not positive.
         """
-        if prompts_BP.shape[1] + length > self.config.max_positions:
-            raise UsageError(
-                f"prompt of {prompts_BP.shape[1]} and answer of {length} tokens exceed {self.config.max_positions} positions"
-            )
+        total, limit = prompts_BP.shape[1] + length, self.config.max_positions
+        if total > limit:
+            raise UsageError(f"prompt and answer have {total} tokens, the policy has {limit} positions")
         if temperature <= 0:
             raise UsageError(f"sampling temperature is {temperature}, it must be positive")
         sequence_BT, chosen = prompts_BP, []
@@ -209,3 +212,11 @@ class Policy(nn.Module):
             fan_in = 1 if "embed" in name else parameter.shape[1]
             with torch.no_grad():
                 parameter.normal_(0.0, self.config.init_scale * fan_in**-0.5, generator=rng)
+
+
+def inference_copy(config: PolicyConfig) -> Policy:
+    """Return a bf16 policy without gradients for a rollout process; its weights are there to be overwritten.
+
+    The tensors of its `state_dict()` are the live weights: writing into them changes what it generates.
+    """
+    return Policy(config).to(torch.bfloat16).requires_grad_(False).eval()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Untrusted
-from weightcast.schemas.manifest import ParentRef, Stream, VersionManifest, decode
+from weightcast.schemas.manifest import MAX_MANIFEST_BYTES, ParentRef, Stream, VersionManifest, decode
 from weightcast.schemas.names import version_key
 
 
@@ -87,6 +87,8 @@ class TrustedChain:
 
     def _read(self, data: bytes, version: int) -> Position:
         where = version_key(version)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise Untrusted(f"{where} has {len(data)} bytes, at most {MAX_MANIFEST_BYTES} are read")
         manifest = decode(VersionManifest, data, where)
         if manifest.stream != self.stream.stream:
             raise Untrusted(f"{where} belongs to stream {manifest.stream}, expected {self.stream.stream}")

@@ -25,6 +25,7 @@ from weightcast.schemas.manifest import (
 )
 from weightcast.schemas.names import HEAD_KEY, STREAM_KEY, file_key, layout_key, shard_key, version_key
 from weightcast.schemas.shard import Row, encode_shard
+
 from .chain import Position
 from .store import Store
 from .stream import StreamReader
@@ -109,6 +110,7 @@ def commit(store: Store, manifest: VersionManifest) -> Position:
     """Create the version. When this returns, it is committed; when it raises Conflict, it never will be.
 
     Raises:
+        UsageError, Untrusted: no reader would accept the manifest; nothing was written.
         Conflict: another writer committed this version; names it.
         StorageError: the outcome is unknown. Calling again with the same manifest is safe, and finds out.
     """
@@ -116,6 +118,7 @@ def commit(store: Store, manifest: VersionManifest) -> Position:
     key = version_key(manifest.version)
     if len(data) > MAX_MANIFEST_BYTES:
         raise UsageError(f"the manifest of version {manifest.version} has {len(data)} bytes, at most {MAX_MANIFEST_BYTES} are read")
+    decode(VersionManifest, data, key)  # what no reader would accept must not be committed: it could never be taken back
     if not store.create(key, data):
         raise Conflict(
             f"version {manifest.version} was committed by {_who(store, key)}; this is {manifest.writer!r} run {manifest.run}",

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from typing import Final, TypeVar
 
 import numpy as np
-
 from weightcast.codec import Changes, Geometry, Memory, decode, merge, scatter
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.manifest import ShardRef, VersionManifest
 from weightcast.schemas.shard import Row, decode_shard
-from .store import Store
 
+from .store import Store
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -34,13 +34,12 @@ class DeltaFetcher:
         self._pool = pool
         self._max_pending_bytes = max_pending_bytes
         self._ahead: dict[str, Future[list[Row]]] = {}
+        self._held_bytes = 0  # sizes of the shards in `_ahead`
 
     def prefetch(self, manifest: VersionManifest) -> None:
-        """Start fetching the first shards of `manifest`; never blocks, raises nothing."""
-        pending = 0
+        """Start fetching the first shards of `manifest`, as far as there is room; never blocks, raises nothing."""
         for ref in manifest.shards:
-            pending += ref.size
-            if pending > self._max_pending_bytes:
+            if not self._has_room(ref):
                 break
             self._start(ref)
 
@@ -51,39 +50,47 @@ class DeltaFetcher:
             NotFound: a shard is gone (pruned, or never there).
             Corrupt: a shard is not what the manifest says, after a second fetch.
         """
-        window: deque[tuple[ShardRef, Future[list[Row]]]] = deque()
-        pending = 0
+        window: deque[ShardRef] = deque()
         try:
             for ref in manifest.shards:
-                while window and pending + ref.size > self._max_pending_bytes:
-                    done, future = window.popleft()
-                    yield from self._take(done, future)
-                    pending -= done.size
-                window.append((ref, self._start(ref)))
-                pending += ref.size
+                while window and not self._has_room(ref):
+                    yield from self._take(window.popleft())
+                self._start(ref)
+                window.append(ref)
             while window:
-                yield from self._take(*window.popleft())
+                yield from self._take(window.popleft())
         finally:
-            for ref, future in window:
-                future.cancel()
-                self._ahead.pop(ref.key, None)
+            for ref in window:
+                self._forget(ref)
 
     def drop(self) -> None:
         """Forget what was prefetched."""
         for future in self._ahead.values():
             future.cancel()
         self._ahead.clear()
+        self._held_bytes = 0
+
+    def _has_room(self, ref: ShardRef) -> bool:
+        return ref.key in self._ahead or self._held_bytes + ref.size <= self._max_pending_bytes
 
     def _start(self, ref: ShardRef) -> Future[list[Row]]:
         if ref.key not in self._ahead:
             self._ahead[ref.key] = self._pool.submit(self._fetch, ref)
+            self._held_bytes += ref.size
         return self._ahead[ref.key]
 
-    def _take(self, ref: ShardRef, future: Future[list[Row]]) -> list[Row]:
+    def _take(self, ref: ShardRef) -> Iterator[Row]:
+        """The rows of a shard, which counts as held until the last of them is consumed."""
         try:
-            return future.result()
+            yield from self._start(ref).result()
         finally:
-            self._ahead.pop(ref.key, None)
+            self._forget(ref)
+
+    def _forget(self, ref: ShardRef) -> None:
+        future = self._ahead.pop(ref.key, None)
+        if future is not None:
+            future.cancel()
+            self._held_bytes -= ref.size
 
     def _fetch(self, ref: ShardRef) -> list[Row]:
         rows = decode_shard(self._store.fetch(ref.key, size=ref.size, sha256=ref.sha256), ref.key)
@@ -94,16 +101,14 @@ class DeltaFetcher:
 
 def _without_overlap(geometry: Geometry, rows: Iterable[Row]) -> Iterator[Row]:
     """Pass `rows` on, checking that no two intervals of a dtype overlap."""
-    ends: dict[str, int] = {}
-    spans: dict[str, list[tuple[int, int]]] = {}
+    spans: dict[str, list[tuple[int, int]]] = {}  # disjoint, ascending
     for row in rows:
         begin = geometry.space_of(row).locate(row)
-        end, taken = begin + row.length, spans.setdefault(row.dtype, [])
-        # A writer emits rows in order, so that the scan over all earlier ones is hardly ever needed.
-        if begin < ends.get(row.dtype, 0) and any(b < end and begin < e for b, e in taken):
+        span, taken = (begin, begin + row.length), spans.setdefault(row.dtype, [])
+        at = bisect(taken, span)
+        if (at and taken[at - 1][1] > begin) or (at < len(taken) and taken[at][0] < span[1]):
             raise Corrupt(f"two rows of the delta overlap in tensor {row.tensor!r} at offset {row.offset}")
-        ends[row.dtype] = max(end, ends.get(row.dtype, 0))
-        taken.append((begin, end))
+        taken.insert(at, span)  # at the end, if rows come in order
         yield row
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import mmap
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Final
 
 import numpy as np
-
 from weightcast.codec import Geometry, Interval, Memory, digest, digest_all
 from weightcast.schemas.digest import Digest
-from weightcast.schemas.errors import Corrupt, Gap, WeightcastError
+from weightcast.schemas.errors import Corrupt, Gap, NotFound, WeightcastError
 from weightcast.schemas.layout import Layout
+
 from .chain import Position
 from .deltas import DeltaFetcher, apply_directly
 from .plan import Route, SnapshotChoice, plan
@@ -24,8 +25,11 @@ from .snapshot import fetch_weights
 from .stream import Snapshot, StreamReader
 from .tensorfile import read_header
 
-FETCH_BYTES = 64 << 20
+FETCH_BYTES: Final = 64 << 20
 """Bytes of shards held while a version is rebuilt."""
+
+_MANIFESTS_AHEAD: Final = 64
+"""Manifests asked for at once; a hole ends the chain, so that no more than these are asked for in vain."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,23 @@ class State:
         return self.geometry.layout
 
 
-def snapshot_choices(reader: StreamReader, head: int) -> list[SnapshotChoice]:
-    """Snapshots of versions up to `head`, with their sizes; broken ones are left out."""
-    found = []
+def snapshot_choices(
+    reader: StreamReader, head: int, *, limit: int | None = None, avoid: Collection[str] = ()
+) -> list[SnapshotChoice]:
+    """Snapshots of versions up to `head`, with their sizes, newest first; broken ones are left out.
+
+    Args:
+        reader: the stream.
+        head: newest version of interest.
+        limit: stop after so many. A route over an older one needs all deltas that a route over a newer one needs, so
+            that the newest is the best but for layouts that grew a lot.
+        avoid: manifest keys of snapshots that are known to be of no use.
+    """
+    found: list[SnapshotChoice] = []
     for version, key in reader.snapshot_keys():
-        if version > head:
+        if len(found) == limit:
+            break
+        if version > head or key in avoid:
             continue
         try:
             snapshot = reader.snapshot(key, reader.position(version))
@@ -63,14 +79,21 @@ def usable_deltas(positions: Sequence[Position], floor: int) -> dict[int, int]:
     }
 
 
-def read_chain(reader: StreamReader, first: int, last: int, pool: Executor) -> list[Position]:
-    """Positions of versions `first` to `last`, each bound to the one before; ends early where one is missing."""
-    chain = reader.chain()
+def read_chain(
+    reader: StreamReader, first: int, last: int, pool: Executor, *, at: Position | None = None
+) -> list[Position]:
+    """Positions of versions `first` to `last`, each bound to the one before; ends early where one is missing.
+
+    `at`: the version before `first`, if the caller holds it already.
+    """
+    chain = reader.chain(at)
     positions: list[Position] = []
-    for version, data in zip(range(first, last + 1), pool.map(reader.manifest_bytes, range(first, last + 1)), strict=True):
-        if data is None:
-            break
-        positions.append(chain.extend(data) if chain.at else chain.anchor(data, version))
+    for begin in range(first, last + 1, _MANIFESTS_AHEAD):
+        versions = range(begin, min(begin + _MANIFESTS_AHEAD, last + 1))
+        for version, data in zip(versions, pool.map(reader.manifest_bytes, versions), strict=True):
+            if data is None:
+                return positions
+            positions.append(chain.extend(data) if chain.at else chain.anchor(data, version))
     return positions
 
 
@@ -85,28 +108,65 @@ def rebuild(
         pool: for fetching and decoding.
         start: an older state to go on from if that is cheaper; its memory is changed and must not be used again.
 
+    A snapshot that turns out to be damaged is passed over for the next older one.
+
     Raises:
         Gap: data on the way was pruned and no snapshot leads past it.
+        Untrusted: the chain is broken, or `start` is not of this stream.
         Corrupt: an object, or the outcome, is not what the manifests say.
     """
-    route, positions = _route(reader, version, start.position.version if start else None, pool)
-    if route.snapshot is not None:
-        position = positions[route.snapshot.version]
-        start = load_snapshot(reader, reader.snapshot(route.snapshot.key, position), position, pool)
-    if start is None:
-        raise Gap(f"no snapshot leads to version {version}")
+    route, state = _start(reader, version, start, pool)
+    positions = {p.version: p for p in route.positions}
     fetcher = DeltaFetcher(reader.store, pool, FETCH_BYTES)
-    for number in route.versions:
-        start = advance(reader, start, positions[number], fetcher, pool)
-    return start
+    for number in route.plan.versions:
+        state = advance(reader, state, positions[number], fetcher, pool)
+    return state
 
 
-def _route(reader: StreamReader, version: int, current: int | None, pool: Executor) -> tuple[Route, dict[int, Position]]:
-    choices = snapshot_choices(reader, version)
-    oldest = min([c.version for c in choices] + ([current] if current is not None else []), default=version)
-    positions = read_chain(reader, oldest, version, pool)
-    route = plan(current, version, usable_deltas(positions, reader.floor()), choices)
-    return route, {p.version: p for p in positions}
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    """A way to a version, and the manifests on it."""
+
+    plan: Route
+    positions: list[Position]
+
+
+def _start(reader: StreamReader, version: int, state: State | None, pool: Executor) -> tuple[_Routed, State]:
+    """The way to `version`, and the state at its beginning."""
+    damaged: dict[str, WeightcastError] = {}
+    while True:
+        try:
+            route = _route(reader, version, state.position if state else None, pool, damaged)
+        except Gap as gap:
+            raise (next(iter(damaged.values())) if damaged else gap) from gap
+        choice = route.plan.snapshot
+        if choice is None:
+            if state is None:
+                raise Gap(f"no snapshot leads to version {version}")
+            return route, state
+        position = next(p for p in route.positions if p.version == choice.version)
+        try:
+            return route, load_snapshot(reader, reader.snapshot(choice.key, position), position, pool)
+        except (Corrupt, NotFound) as error:
+            damaged[choice.key] = error
+
+
+def _route(
+    reader: StreamReader, version: int, held: Position | None, pool: Executor, avoid: Collection[str]
+) -> _Routed:
+    """Plan from what is held, or from the newest snapshot that is not to be avoided."""
+    floor = reader.floor()
+    if held is not None and not floor <= held.version <= version:
+        held = None  # below the floor there are no deltas to go on with; beyond the version there is no way back
+    choices = snapshot_choices(reader, version, limit=1, avoid=avoid)
+    if held is not None:
+        positions = [held, *read_chain(reader, held.version + 1, version, pool, at=held)]
+    else:
+        positions = read_chain(reader, choices[0].version if choices else version, version, pool)
+    route = plan(held.version if held else None, version, usable_deltas(positions, floor), choices)
+    if route.snapshot is not None and held is not None and route.snapshot.version < held.version:
+        positions = read_chain(reader, route.snapshot.version, version, pool)
+    return _Routed(route, positions)
 
 
 def load_snapshot(reader: StreamReader, snapshot: Snapshot, position: Position, pool: Executor) -> State:

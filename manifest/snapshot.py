@@ -12,6 +12,7 @@ from weightcast.schemas.errors import UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.manifest import FORMAT, FileRef, LayoutRef, ObjectRef, SnapshotManifest
 from weightcast.schemas.names import snapshot_manifest_key
+
 from .commit import Writer, now
 from .store import Store
 from .stream import Snapshot, StreamReader
@@ -40,18 +41,19 @@ def write_snapshot(
 ) -> ObjectRef:
     """Write all tensors and `files` into `folder`; the manifest, which makes the snapshot exist, comes last.
 
-    Repeating it for the same version writes the same bytes to the same keys. Holds about one piece in memory.
+    Repeating it for the same version writes the same tensors to the same keys; only the manifest's writer and time
+    differ. Holds about one piece in memory.
     """
     groups = split_into_files(layout.stored, max_file_bytes)
     named = list(zip(file_names(len(groups)), groups, strict=True))
+    taken = {INDEX_NAME, "manifest.json", *(name for name, _ in named)} & files.keys()
+    if taken:
+        raise UsageError(f"a companion file may not be called {min(taken)!r}: the snapshot has one of its own")
     weights = []
     for name, specs in named:
         size, sha256 = store.put_stream(f"{folder}/{name}", _file_pieces(specs, read))
         weights.append(FileRef(name=name, size=size, sha256=sha256))
-    companions = dict(files)
-    if INDEX_NAME in companions or "manifest.json" in companions:
-        raise UsageError(f"companion files may not be called {INDEX_NAME!r} or 'manifest.json'")
-    companions[INDEX_NAME] = encode_index(named)
+    companions = {**files, INDEX_NAME: encode_index(named)}
     refs = []
     for name, data in sorted(companions.items()):
         refs.append(FileRef(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest()))

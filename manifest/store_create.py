@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from enum import Enum
 
 from weightcast.schemas.errors import StorageError
 
@@ -13,6 +14,19 @@ from .store_backend import Backend
 from .store_errors import Failure, Kind, to_error
 from .store_retry import Retrier
 from .store_types import StoreSettings
+
+
+class Seen(Enum):
+    """What lies where the object is to be."""
+
+    ABSENT = "absent"
+    OURS = "ours"
+    THEIRS = "theirs"
+
+
+def _again(failure: Failure) -> Failure:
+    """The same failure as one that is worth another try."""
+    return replace(failure, kind=Kind.TRANSIENT)
 
 
 class Creator:
@@ -43,49 +57,49 @@ class Creator:
                 return True
             if failure.kind is Kind.MISSING:
                 failure = replace(failure, kind=Kind.REFUSED, hint="does the bucket or folder exist?")
-            if failure.kind is Kind.REFUSED and not in_doubt:
-                raise to_error(failure, f"create {self._name}") from cause
             in_doubt = in_doubt or failure.kind in (Kind.TRANSIENT, Kind.DAMAGED)
-            if failure.kind in (Kind.EXISTS, Kind.TRANSIENT):
-                owner = self._is_ours(backend)
-                if owner is not None:
-                    return owner
-                failure = replace(failure, kind=Kind.TRANSIENT)
-            if not budget.wait(failure, attempts=0):
+            # Even a refusal may answer a repetition: HTTP clients send a PUT again when a kept connection breaks.
+            seen = None if failure.kind is Kind.EXPIRED else self._see(backend)
+            if seen in (Seen.OURS, Seen.THEIRS):
+                return seen is Seen.OURS
+            if failure.kind is Kind.REFUSED:
+                in_doubt = in_doubt or seen is None
+            elif budget.wait(failure if failure.kind is Kind.EXPIRED else _again(failure), attempts=0):
+                continue
+            if in_doubt or failure.kind is Kind.EXISTS:
                 raise self._unknown(failure, budget.story) from cause
+            raise to_error(failure, f"create {self._name}", budget.story) from cause
 
     def single(self) -> bool:
-        """For a store without create-only and a user who states that there is one writer: look, then
-        write.
-        """
-        there = self._retrier.run(f"read {self._name}", self._look)
-        if there is not None:
-            return there
+        """For a store without create-only and a user who states that there is one writer: look, then write."""
+        seen = self._retrier.run(f"read {self._name}", self._look)
+        if seen is not Seen.ABSENT:
+            return seen is Seen.OURS
         self._retrier.write(f"create {self._name}", lambda backend: backend.write(self._path, self._data))
         return True
 
-    def _is_ours(self, backend: Backend) -> bool | None:
-        """Whether the object has our bytes; None if there is none, or no answer."""
+    def _see(self, backend: Backend) -> Seen | None:
+        """One look; None if the store does not answer it."""
         try:
             return self._look(backend)
         except backend.errors as error:
             self._retrier.judge(backend, error)
             return None
 
-    def _look(self, backend: Backend) -> bool | None:
-        """One read: whether the object has our bytes; None if there is none."""
+    def _look(self, backend: Backend) -> Seen:
+        """One read of at most one piece more than our own bytes."""
         found = bytearray()
         try:
             with closing(backend.read(self._path, 0)) as stream:
                 for piece in stream:
                     found += piece
                     if len(found) > len(self._data):
-                        return False
+                        return Seen.THEIRS
         except backend.errors as error:
             if backend.classify(error).kind is Kind.MISSING:
-                return None
+                return Seen.ABSENT
             raise
-        return found == self._data
+        return Seen.OURS if found == self._data else Seen.THEIRS
 
     def _unknown(self, failure: Failure, story: str) -> StorageError:
         return StorageError(

@@ -93,9 +93,8 @@ _HINT_CHECKSUM: Final = "if this store does not know S3's checksum headers, set 
 
 def http_answer(error: BaseException | None) -> Answer | None:
     """The HTTP status behind `error` or its causes, as botocore, azure, gcsfs and aiohttp carry it."""
-    for _ in range(4):
-        if error is None:
-            return None
+    direct = True
+    while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, Mapping):
             meta = response.get("ResponseMetadata", {})
@@ -103,7 +102,8 @@ def http_answer(error: BaseException | None) -> Answer | None:
             if isinstance(status, int):
                 code = str(response.get("Error", {}).get("Code", ""))
                 return Answer(status, code, _seconds(meta.get("HTTPHeaders", {}).get("retry-after")))
-        for name in ("status_code", "status", "code"):
+        # aiohttp's parser errors also carry a `code`, which is nobody's answer; they come as causes
+        for name in ("status_code", "status", "code") if direct else ("status_code",):
             status = getattr(error, name, None)
             if isinstance(status, int) and 300 <= status < 600:
                 headers = getattr(response, "headers", None) or getattr(error, "headers", None) or {}
@@ -111,7 +111,7 @@ def http_answer(error: BaseException | None) -> Answer | None:
                 return Answer(
                     status, code, _seconds(headers.get("Retry-After") or headers.get("retry-after"))
                 )
-        error = error.__cause__
+        error, direct = error.__cause__, False
     return None
 
 

@@ -30,8 +30,8 @@ from weightcast.schemas.names import (
     SNAPSHOTS_PREFIX,
     STREAM_KEY,
     VERSIONS_PREFIX,
-    check_file_name,
     file_key,
+    is_reader_key,
     layout_key,
     parse_snapshot_manifest_key,
     parse_version_key,
@@ -39,6 +39,7 @@ from weightcast.schemas.names import (
     snapshot_manifest_key,
     version_key,
 )
+
 from .chain import Position, TrustedChain
 from .store import Store
 
@@ -110,14 +111,16 @@ class StreamReader:
 
         Uses `head.json` as a hint. Where the hint fails, lists; a listing is taken as a set, whatever its order.
         """
-        hint = self._hint()
-        if hint is not None and self.manifest_bytes(hint) is not None:
+        known = self._hint()
+        if known is not None and self.manifest_bytes(known) is None:
+            known = None
+        if known is not None:
             for _ in range(_FORWARD_PROBES):
-                if self.manifest_bytes(hint + 1) is None:
-                    return hint
-                hint += 1
+                if self.manifest_bytes(known + 1) is None:
+                    return known
+                known += 1
         listed = self.listed_versions()
-        newest = max(listed, default=hint)
+        newest = max(listed if known is None else [*listed, known], default=None)
         while newest is not None and self.manifest_bytes(newest + 1) is not None:
             newest += 1
         return newest
@@ -175,9 +178,11 @@ class StreamReader:
         return sorted(usable, reverse=True)
 
     def _starts_chain(self, version: int, key: str) -> bool:
-        data = self.manifest_bytes(version)
-        manifest = decode(VersionManifest, data, version_key(version)) if data is not None else None
-        return manifest is not None and manifest.snapshot is not None and manifest.snapshot.key == key
+        try:
+            manifest = self.manifest(version)
+        except (NotFound, Untrusted):
+            return False  # not committed, or not ours to read: either way nothing starts from it here
+        return manifest.snapshot is not None and manifest.snapshot.key == key
 
     def snapshot(self, key: str, position: Position) -> Snapshot:
         """The snapshot whose manifest lies at `key`, checked against the version it claims to hold.
@@ -209,11 +214,12 @@ class StreamReader:
 
     def readers(self) -> list[Reader]:
         """What subscribers say they hold; advisory."""
-        found = []
-        for entry in self.store.list(READERS_PREFIX):
-            check_file_name(entry.key.rpartition("/")[2])
-            try:
-                found.append(decode(Reader, self.store.get(entry.key, max_bytes=MAX_HINT_BYTES), entry.key))
-            except (NotFound, Untrusted):
-                continue  # leases are hints: one that went away or is broken protects nobody
-        return found
+        entries = [e for e in self.store.list(READERS_PREFIX) if is_reader_key(e.key)]
+        return [r for r in map(self.reader_at, [e.key for e in entries]) if r is not None]
+
+    def reader_at(self, key: str) -> Reader | None:
+        """The lease at `key`; None if it went away or is broken: a hint that cannot be used protects nobody."""
+        try:
+            return decode(Reader, self.store.get(key, max_bytes=MAX_HINT_BYTES), key)
+        except (NotFound, Untrusted):
+            return None

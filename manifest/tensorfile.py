@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 from weightcast.schemas.dtypes import width_of
 from weightcast.schemas.errors import Corrupt, NotFound, StorageError, WeightcastError
-from weightcast.schemas.layout import TensorSpec
+from weightcast.schemas.layout import MAX_DIMENSIONS, TensorSpec
 from weightcast.schemas.names import check_tensor_name
 
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors reader itself
+_HEADER_ROOM_BYTES: Final = 50_000_000  # half of it: readers take several times as much memory to parse it
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 
@@ -55,13 +60,14 @@ def read_header(path: Path) -> list[Entry]:
 def _parse_header(path: Path, size: int, body: int, raw: bytes) -> list[Entry]:
     try:
         header = json.loads(raw, object_pairs_hook=_no_duplicates)
-        header.pop("__metadata__", None)
+        _check_metadata(header.pop("__metadata__", {}))
         entries = []
         for name, item in header.items():
             begin, end = item["data_offsets"]
             dtype, shape = item["dtype"], tuple(item["shape"])
-            if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
-                raise ValueError(f"tensor {name!r} has impossible figures")
+            sound = len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 63 for n in (begin, end, *shape))
+            if not sound:
+                raise ValueError(f"tensor {name!r} has an impossible shape or data_offsets: {str(item)[:120]}")
             width = width_of(dtype, name)
             spec = TensorSpec(check_tensor_name(name), dtype, shape)
             if spec.elements * width != end - begin:
@@ -82,6 +88,14 @@ def _parse_header(path: Path, size: int, body: int, raw: bytes) -> list[Entry]:
     return entries
 
 
+def _check_metadata(metadata: object) -> None:
+    """What safetensors itself demands of `__metadata__`; a tensor of that name makes a file that nobody can open."""
+    if isinstance(metadata, dict) and isinstance(metadata.get("data_offsets"), list):
+        check_tensor_name("__metadata__")
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("__metadata__ must map strings to strings")
+
+
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -97,7 +111,16 @@ def _what_is_it(path: Path, size: int, start: bytes, length: int) -> str:
         return f"{path} is a Git LFS pointer ({size} bytes), not the file itself"
     if text.startswith((b"<!doctype", b"<html", b"<?xml")):
         return f"{path} is a web page or XML answer ({size} bytes), not a safetensors file"
+    if MAX_HEADER_BYTES < length <= size - 8:
+        return f"{path} has a safetensors header of {length} bytes, at most {MAX_HEADER_BYTES} are read"
     return f"{path} has {size} bytes, too few for the {length + 8} bytes that its safetensors header would take"
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[npt.NDArray[np.uint8]]:
+    """The bytes of a file, mapped read-only. The mapping lives as long as an array over it does, whatever happens to the file's name."""
+    with path.open("rb") as file:
+        yield np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
 
 def encode_header(specs: Sequence[TensorSpec]) -> bytes:
@@ -113,16 +136,26 @@ def encode_header(specs: Sequence[TensorSpec]) -> bytes:
 
 
 def split_into_files(specs: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Distribute tensors over files of about `max_bytes`; wide elements first, so that all are aligned."""
+    """Distribute tensors over files of about `max_bytes`; wide elements first, so that all are aligned.
+
+    However small the tensors are, no file gets more of them than its header has room for.
+    """
     files: list[list[TensorSpec]] = []
-    room = 0
+    room = header_room = 0
     for spec in sorted(specs, key=lambda s: (-s.width, s.dtype, s.name)):
-        if not files or spec.nbytes > room:
+        header_bytes = _header_bytes(spec)
+        if not files or spec.nbytes > room or header_bytes > header_room:
             files.append([])
-            room = max_bytes
+            room, header_room = max_bytes, _HEADER_ROOM_BYTES
         files[-1].append(spec)
         room -= spec.nbytes
+        header_room -= header_bytes
     return files or [[]]
+
+
+def _header_bytes(spec: TensorSpec) -> int:
+    """What a tensor takes in a header, at most: its name as JSON, a number of 20 digits a dimension, and the rest."""
+    return len(json.dumps(spec.name, ensure_ascii=False).encode("utf-8")) + 21 * len(spec.shape) + 100
 
 
 def file_names(count: int, prefix: str = "model") -> list[str]:

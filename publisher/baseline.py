@@ -94,9 +94,10 @@ class Baseline:
         changes, moved = collect(self.geometry, rows, self.state.memory, pool, {})
         if self.position.digest + moved != position.digest:
             raise Corrupt(f"the baseline would be {self.position.digest + moved} after version {position.version}, committed was {position.digest}")
+        view = self._view  # its owner may close and forget it at any time
         for dtype, found in changes.items():
-            if self._view is not None:
-                self._view.keep(dtype, found.positions, gather(self.geometry[dtype], self.state.memory, found.positions))
+            if view is not None:
+                view.keep(dtype, found.positions, gather(self.geometry[dtype], self.state.memory, found.positions))
             scatter(self.geometry[dtype], self.state.memory, found)
         self.state = State(position, self.geometry, self.state.memory)
 

@@ -33,7 +33,6 @@ class Label:
     files: Mapping[str, bytes] | None = None
 
 
-@dataclass
 class Rows:
     """Encoded rows, handed from the capturing to the uploading thread as they come."""
 
@@ -98,6 +97,7 @@ class Capture:
         after: state digest of the captured bits, taken from them in full.
         fresh: for a reset, the whole state's memory.
         relaid: whether the layout differs from the baseline's.
+        base: SHA-256 of the manifest of the version that the rows are told from.
     """
 
     label: Label
@@ -106,6 +106,7 @@ class Capture:
     after: Digest = field(default_factory=Digest)
     fresh: Memory | None = None
     relaid: bool = False
+    base: str = ""
 
     @property
     def layout(self) -> Layout:
@@ -117,12 +118,17 @@ class Capture:
 
 def capture_fresh(found: Iterable[Item], label: Label, pool: Executor) -> Capture:
     """Copy all tensors: the state that a stream, or a reset, starts from."""
-    copies = [item.copied() for item in found]
-    ties = tied(copies)
-    geometry = Geometry(Layout.of(replace(i.spec, tied_to=ties.get(i.spec.name)) for i in copies))
+    copies: dict[str, Item] = {}
+    owners: dict[tuple[object, ...], str] = {}
+    for item in found:
+        _refuse_twice(item, copies)
+        again = item.tie is not None and owners.setdefault(item.tie, item.spec.name) != item.spec.name
+        copies[item.spec.name] = replace(item, address=0, owner=None) if again else item.copied()
+    ties = tied(copies.values())
+    geometry = Geometry(Layout.of(replace(i.spec, tied_to=ties.get(i.spec.name)) for i in copies.values()))
     if not len(geometry.layout):
         raise UsageError("there is no tensor to publish", hint="pass model.state_dict()")
-    memory = Memory.over(geometry, {i.spec.name: (i.address, i.spec.nbytes, i.owner) for i in copies})
+    memory = Memory.over(geometry, {n: (i.address, i.spec.nbytes, i.owner) for n, i in copies.items()})
     capture = Capture(label, geometry=geometry, fresh=memory)
     capture.after = digest_all(geometry, memory, pool)
     capture.rows.finish()
@@ -133,13 +139,15 @@ class DeltaCapture:
     """Compares a source with a baseline that holds still meanwhile, and fills a `Capture`."""
 
     def __init__(self, capture: Capture, state: State, pool: Executor, *, row_elements: int, level: int) -> None:
+        capture.base = state.position.sha256
         self._capture = capture
         self._state = state
         self._pool = pool
         self._row_elements = row_elements
         self._level = level
         self._known = {spec.name: spec for spec in state.layout.stored}
-        self._done: set[str] = set()
+        self._taken: dict[str, Item] = {}
+        self._done: dict[str, tuple[object, ...] | None] = {}
         self._waiting: dict[str, Item] = {}
         self._moved = Digest()
 
@@ -151,8 +159,10 @@ class DeltaCapture:
             Corrupt: the bits changed while they were compared.
         """
         try:
-            every = [self._take(item) for item in found]
-            self._finish(every, drop)
+            for item in found:
+                _refuse_twice(item, self._taken)
+                self._taken[item.spec.name] = self._take(item)
+            self._finish(list(self._taken.values()), drop)
         except BaseException:
             self._capture.rows.finish(failed=True)
             raise
@@ -161,7 +171,8 @@ class DeltaCapture:
     def _take(self, item: Item) -> Item:
         """Deal with one item, at once if it will not last."""
         spec = item.spec
-        if not item.lasting and self._known.get(spec.name) == spec and spec.elements >= SMALL_ELEMENTS:
+        again = item.tie is not None and item.tie in self._done.values()
+        if not item.lasting and not again and self._known.get(spec.name) == spec and spec.elements >= SMALL_ELEMENTS:
             memory = Memory.blank(self._state.geometry)
             memory.place(spec.name, item.address, item.owner)
             space = self._state.geometry[spec.dtype]
@@ -171,14 +182,14 @@ class DeltaCapture:
                 Interval(spec.dtype, first + at, min(step, spec.elements - at)) for at in range(0, spec.elements, step)
             ]
             self._encode(self._state.geometry, memory, self._state.memory, slices)
-            self._done.add(spec.name)
+            self._done[spec.name] = item.tie
         else:
             self._waiting[spec.name] = item if item.lasting else item.copied()
         return replace(item, address=0, owner=None)
 
     def _finish(self, every: Sequence[Item], drop: Collection[str]) -> None:
         state, capture = self._state, self._capture
-        layout = _next_layout(state.layout, every, drop)
+        layout = _next_layout(state.layout, every, tied(every, self._done, self._known), drop)
         capture.relaid = layout != state.layout
         geometry = Geometry(layout) if capture.relaid else state.geometry
         capture.geometry = geometry
@@ -211,9 +222,13 @@ class DeltaCapture:
                 self._capture.rows.add(interval, encoded.row)
 
 
-def _next_layout(before: Layout, every: Sequence[Item], drop: Collection[str]) -> Layout:
+def _refuse_twice(item: Item, taken: Collection[str]) -> None:
+    if item.spec.name in taken:
+        raise UsageError(f"not published, since tensor {item.spec.name!r} comes twice", hint="publish every tensor once")
+
+
+def _next_layout(before: Layout, every: Sequence[Item], ties: Mapping[str, str], drop: Collection[str]) -> Layout:
     """The layout of the tensors found, after checking that they cover the layout before."""
-    ties = tied(every)
     specs = {i.spec.name: replace(i.spec, tied_to=ties.get(i.spec.name)) for i in every}
     for spec in before:  # a second name that this source does not list stays tied to the first
         if spec.name not in specs and spec.tied_to in specs and spec.name not in drop:
@@ -222,7 +237,7 @@ def _next_layout(before: Layout, every: Sequence[Item], drop: Collection[str]) -
     missing = [s.name for s in before if s.name not in specs and s.name not in drop]
     if missing:
         raise UsageError(f"not published, since the last version has tensors that are missing now: {_some(missing)}", hint="publish every tensor, or name those to drop")
-    empty = [n for n, s in specs.items() if s.shape == (0,) and n in before and before[n].elements and len(before[n].shape) != 1]
+    empty = [n for n, s in specs.items() if s.shape == (0,) and n in before and before[n].elements and n not in drop]
     if empty:
         raise UsageError(f"not published, since tensors that had data are empty placeholders now: {_some(empty)}", hint="gather the parameters before they are published")
     return Layout.of(specs.values())

@@ -1,37 +1,81 @@
-"""A Hugging Face checkpoint folder as a source: which files it consists of, whether it is whole, its tensors' bits.
+"""A Hugging Face checkpoint folder as a source: which files it consists of, whether it is whole, its tensors.
 
-What belongs to a checkpoint is decided by its index alone, or by `model.safetensors` where there is no index; other files
-are not looked at. An index beside a `model.safetensors` that it does not name is a conflict, since loaders disagree
-about which one counts.
+What belongs to a checkpoint is decided by its index alone, or by `model.safetensors` where there is no
+index; other weight files are not looked at. An index beside a `model.safetensors` that it does not name is a
+conflict, since loaders disagree about which one counts.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import numpy as np
-from weightcast.manifest.tensorfile import INDEX_NAME, SINGLE_NAME, Entry, read_header
-from weightcast.schemas.errors import Corrupt, NotFound, StorageError, UsageError
+from weightcast.manifest.tensorfile import INDEX_NAME, SINGLE_NAME, read_header
+from weightcast.schemas.errors import Corrupt, NotFound, UsageError, WeightcastError
 from weightcast.schemas.names import check_file_name
 
-from .sources import Item
+from .contents import Contents, Stamp, Weights, file_errors, stamp
+
+log = logging.getLogger(__name__)
 
 MAX_COMPANION_BYTES: Final = 64 << 20
 """A tokenizer has tens of megabytes at most; anything larger is not a companion file."""
 
+MAX_INDEX_BYTES: Final = 256 << 20
+"""Over ten times the index of a model of 100,000 tensors."""
+
+TRAINER_STATE_NAME: Final = "trainer_state.json"
+
 _COMPANIONS: Final = re.compile(
-    r"^(config|generation_config|preprocessor_config|processor_config|tokenizer|tokenizer_config|special_tokens_map|"
-    r"added_tokens|vocab|chat_template|adapter_config|modules)\.json$|^(merges|vocab)\.txt$|.*\.(model|jinja|tiktoken)$"
+    r"(?:config|generation_config|preprocessor_config|processor_config|tokenizer|tokenizer_config|"
+    r"special_tokens_map|added_tokens|vocab|chat_template|adapter_config|modules)\.json|(?:merges|vocab)\.txt|"
+    r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(?:model|jinja|tiktoken)"
 )
 _UNREADABLE: Final = (".bin", ".pt", ".pth", ".ckpt")
+_NOT_WEIGHTS: Final = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
+"""What trainers save beside the weights in such formats."""
+_STEP: Final = re.compile(r"(?:checkpoint|global_step|step|iter)[-_](\d{1,18})")
+
+
+def step_in_name(folder: Path) -> int | None:
+    """The step that a folder is named after: `checkpoint-N`, `global_step_N`, `step_N` or `iter_N`."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def check_step(folder: Path, step: int) -> None:
+    """Check that the folder's `trainer_state.json`, if there is a readable one, is of the same step.
+
+    Raises:
+        UsageError: it is of another step, so weights and metadata may not belong together.
+    """
+    try:
+        state = json.loads((folder / TRAINER_STATE_NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return
+    found = state.get("global_step") if isinstance(state, dict) else None
+    if type(found) is int and found != step:
+        raise UsageError(
+            f"{folder} is named after step {step}, its {TRAINER_STATE_NAME} says step {found}",
+            hint="weights and trainer state do not belong together; find out which step these weights are of",
+        )
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file of this name (config, tokenizer) travels with the weights."""
+    return _COMPANIONS.fullmatch(name) is not None
+
+
+def is_unreadable_weights(name: str) -> bool:
+    """Whether a file of this name looks like weights in a format whose reading runs code: never read."""
+    return name.endswith(_UNREADABLE) and not name.startswith((".", *_NOT_WEIGHTS))
 
 
 @dataclass(frozen=True)
@@ -41,20 +85,22 @@ class Checkpoint:
     Attributes:
         folder: the resolved folder.
         weights: its weight files, each with its tensors.
-        fingerprint: inode, size and modification time of each weight file and of the index; another one, another save.
+        fingerprint: the stamps of weight files, index and companion files; another one, another save.
     """
 
     folder: Path
-    weights: tuple[tuple[Path, tuple[Entry, ...]], ...]
-    fingerprint: tuple[tuple[str, int, int, int], ...]
+    weights: Weights
+    fingerprint: tuple[Stamp, ...]
 
     def companions(self) -> dict[str, bytes]:
-        """Config and tokenizer files, by name."""
-        found = {}
-        for path in sorted(self.folder.iterdir()):
-            if _COMPANIONS.match(path.name) and path.is_file() and path.stat().st_size <= MAX_COMPANION_BYTES:
-                found[check_file_name(path.name)] = path.read_bytes()
-        return found
+        """Config and tokenizer files, by name.
+
+        Raises:
+            NotFound: the folder or a file in it is gone.
+            StorageError: a file cannot be read.
+        """
+        with file_errors(self.folder):
+            return {check_file_name(path.name): path.read_bytes() for path in _companions(self.folder)}
 
     def is_unchanged(self) -> bool:
         """Whether the files on disk are still those that were looked at."""
@@ -64,32 +110,21 @@ class Checkpoint:
             return False
 
     @contextmanager
-    def items(self) -> Iterator[dict[str, Item]]:
-        """The tensors, mapped; the mapping outlives a deletion of the files, and ends with the context.
+    def items(self) -> Iterator[Contents]:
+        """The tensors, in files that are held open until the context ends.
 
         Raises:
             NotFound: a file is gone.
+            Corrupt: a file was replaced since the checkpoint was looked at.
         """
         with ExitStack() as stack:
-            found: dict[str, Item] = {}
-            for path, entries in self.weights:
-                array = stack.enter_context(_mapped(path))
-                base = array.ctypes.data if array.size else 0
-                for entry in entries:
-                    if entry.end > array.size:
-                        raise Corrupt(f"{path} shrank to {array.size} bytes while it was read")
-                    found[entry.spec.name] = Item(entry.spec, base + entry.begin if entry.spec.nbytes else 0, array, True, None)
-            yield found
-
-
-@contextmanager
-def _mapped(path: Path) -> Iterator[np.ndarray]:
-    """The bytes of a file, mapped read-only. Not closed explicitly: whoever holds the array keeps the mapping."""
-    try:
-        with path.open("rb") as file:
-            yield np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    except FileNotFoundError as error:
-        raise NotFound(f"{path} is gone", hint="the trainer rotated the checkpoint away") from error
+            files = {}
+            for path, _ in self.weights:
+                with file_errors(path):
+                    files[path] = stack.enter_context(path.open("rb", buffering=0)).fileno()
+            contents = Contents(files, self.weights, {s[0]: s for s in self.fingerprint})
+            contents.check()
+            yield contents
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -98,58 +133,87 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         NotFound: no such folder, no weights in it, or a file that the index names is missing.
         Corrupt: a file is cut, still being written, or disagrees with the index.
-        UsageError: weights in a format that is not read, or an ambiguous set of files.
+        UsageError: weights in a format that is not read, an ambiguous set of files, or a name that a stream
+            cannot carry.
+        StorageError: a file cannot be read.
     """
-    folder = folder.resolve()
-    if not folder.is_dir():
-        raise NotFound(f"{folder} is not a folder")
-    index, single = folder / INDEX_NAME, folder / SINGLE_NAME
-    if not index.is_file():
-        if not single.is_file():
-            raise _no_weights(folder)
-        paths = [single]
-        expected = None
-    else:
-        expected = _read_index(index)
-        paths = sorted({folder / name for name in expected.values()})
-        if single.is_file() and single not in paths:
-            raise UsageError(f"{folder} has {SINGLE_NAME} and an {INDEX_NAME} that does not name it", hint="remove the one that is stale")
-        missing = [p.name for p in paths if not p.is_file()]
-        if missing:
-            raise NotFound(f"{folder}: {INDEX_NAME} names {missing[0]!r}, which is missing ({len(missing)} of {len(paths)} files are)")
-    try:
+    with file_errors(folder):
+        folder = folder.resolve()
+        if not folder.is_dir():
+            raise NotFound(f"{folder} is not a folder")
+        paths, index = _weight_files(folder)
         before = _fingerprint(paths, folder)
         weights = tuple((p, tuple(read_header(p))) for p in paths)
-        _check_distinct(weights, expected, folder)
+        _check_distinct(weights, index, folder)
         if before != _fingerprint(paths, folder):
             raise Corrupt(f"{folder} changed while it was looked at", hint="the trainer is still writing")
-    except FileNotFoundError as error:
-        raise NotFound(f"{folder} is gone", hint="the trainer rotated the checkpoint away") from error
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be read: {error}") from error
-    return Checkpoint(folder, weights, before)
+        return Checkpoint(folder, weights, before)
 
 
-def _no_weights(folder: Path) -> NotFound | UsageError:
-    other = sorted(p.name for p in folder.iterdir() if p.suffix in _UNREADABLE)
+@dataclass(frozen=True)
+class _Index:
+    """`weight_map` and, if it is there, `metadata.total_size` of an index file."""
+
+    files: Mapping[str, str]
+    total_size: int | None
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], _Index | None]:
+    """The weight files that count, and the index that says so, if there is one."""
+    single = folder / SINGLE_NAME
+    if not (folder / INDEX_NAME).is_file():
+        if not single.is_file():
+            raise _no_weights(folder)
+        return [single], None
+    index = _read_index(folder / INDEX_NAME)
+    paths = sorted({folder / name for name in index.files.values()})
+    if single.is_file() and single not in paths:
+        raise UsageError(
+            f"{folder} has {SINGLE_NAME} and an {INDEX_NAME} that does not name it",
+            hint="remove the one that is stale",
+        )
+    missing = [p.name for p in paths if not p.is_file()]
+    if missing:
+        raise NotFound(
+            f"{folder}: {INDEX_NAME} names {missing[0]!r}, which is missing",
+            hint=f"{len(missing)} of {len(paths)} files are not there (yet)",
+        )
+    if not paths:
+        raise Corrupt(f"{folder / INDEX_NAME} names no file")
+    return paths, index
+
+
+def _no_weights(folder: Path) -> WeightcastError:
+    other = sorted(p.name for p in folder.iterdir() if is_unreadable_weights(p.name))
     if other:
-        return UsageError(f"{folder} has {other[0]!r} but no safetensors files", hint="save with safe_serialization=True; only safetensors is read")
+        return UsageError(
+            f"{folder} has {other[0]!r} but no safetensors files",
+            hint="save with safe_serialization=True; only safetensors is read",
+        )
     return NotFound(f"{folder} has neither {INDEX_NAME} nor {SINGLE_NAME}")
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(path: Path) -> _Index:
+    if path.stat().st_size > MAX_INDEX_BYTES:
+        raise Corrupt(f"{path} has {path.stat().st_size} bytes, an index has at most {MAX_INDEX_BYTES}")
     try:
-        index = json.loads(path.read_bytes())
-        mapping = {str(k): str(v) for k, v in index["weight_map"].items()}
+        document: dict[str, Any] = json.loads(path.read_bytes())
+        files = {str(k): str(v) for k, v in document["weight_map"].items()}
+        metadata = document.get("metadata")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Corrupt(f"{path} is not a checkpoint index: {type(error).__name__} {error}", hint="it may still be being written") from error
-    for name in set(mapping.values()):
-        if "/" in name or "\\" in name or name.startswith(".") or not name.endswith(".safetensors"):
+        raise Corrupt(
+            f"{path} is not a checkpoint index: {type(error).__name__} {error}",
+            hint="it may still be being written",
+        ) from error
+    for name in set(files.values()):
+        if not name.endswith(".safetensors") or name.startswith(".") or set(name) & set("/\\\0"):
             raise UsageError(f"{path} names {name!r}, which is not a safetensors file beside it")
-    return mapping
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return _Index(files, total if type(total) is int else None)
 
 
-def _check_distinct(weights: tuple[tuple[Path, tuple[Entry, ...]], ...], expected: dict[str, str] | None, folder: Path) -> None:
+def _check_distinct(weights: Weights, index: _Index | None, folder: Path) -> None:
+    """Check that each tensor is in one file, and in the one that the index names."""
     found: dict[str, str] = {}
     for path, entries in weights:
         for entry in entries:
@@ -157,11 +221,25 @@ def _check_distinct(weights: tuple[tuple[Path, tuple[Entry, ...]], ...], expecte
             if name in found:
                 raise Corrupt(f"{folder}: tensor {name!r} is in both {found[name]} and {path.name}")
             found[name] = path.name
-    if expected is not None and found != expected:
-        name = sorted(set(found.items()) ^ set(expected.items()))[0][0]
-        raise Corrupt(f"{folder}: tensor {name!r} is in {found.get(name, 'no file')}, {INDEX_NAME} says {expected.get(name, 'nothing')}")
+    if index is None:
+        return
+    if found != index.files:
+        name = min(set(found.items()) ^ set(index.files.items()))[0]
+        where, said = found.get(name, "no file"), index.files.get(name, "nothing")
+        raise Corrupt(f"{folder}: tensor {name!r} is in {where}, {INDEX_NAME} says {said}")
+    total = sum(entry.spec.nbytes for _, entries in weights for entry in entries)
+    if index.total_size is not None and index.total_size != total:
+        # Savers disagree about tied tensors here, and nobody reads it: worth a word, no refusal.
+        log.warning("%s: total_size is %d, the tensors have %d", folder / INDEX_NAME, index.total_size, total)
 
 
-def _fingerprint(paths: list[Path], folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    stats = [(p.name, os.stat(p)) for p in [*paths, *([folder / INDEX_NAME] if (folder / INDEX_NAME).exists() else [])]]
-    return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats)
+def _companions(folder: Path) -> list[Path]:
+    """The config and tokenizer files of a folder, by name."""
+    found = (p for p in folder.iterdir() if is_companion(p.name))
+    return sorted(p for p in found if p.is_file() and p.stat().st_size <= MAX_COMPANION_BYTES)
+
+
+def _fingerprint(paths: list[Path], folder: Path) -> tuple[Stamp, ...]:
+    index = folder / INDEX_NAME
+    every = [*paths, *([index] if index.exists() else []), *_companions(folder)]
+    return tuple(stamp(p.name, os.stat(p)) for p in every)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from weightcast.codec import Geometry, Memory
 from weightcast.manifest.chain import Position
-from weightcast.manifest.rebuild import State, proved
+from weightcast.manifest.rebuild import State
 from weightcast.schemas.errors import Conflict, Corrupt, StorageError, UsageError, WeightcastError
 from weightcast.schemas.manifest import VersionManifest
 from weightcast.schemas.settings import PublisherSettings
 
 from .baseline import Baseline
 from .capture import Capture, Label
-from .rebase import materialise, rebase_rows, recapture
+from .follow import Follower
 from .resume import Keeper
 from .snapshots import Snapshots
 from .upload import Uploader
@@ -66,20 +66,25 @@ class Pipeline:
         self.baseline = baseline
         self._parent = parent
         self._uploader = uploader
-        self._settings = settings
-        self._pool = pool
         self._keeper = keeper
+        self._follower = Follower(settings, pool, keeper)
         self._changed = threading.Condition()
         self._active: Job | None = None
         self._waiting: Job | None = None
         self._unsettled: tuple[Job, VersionManifest] | None = None
+        self._files: Mapping[str, bytes] | None = None  # given with a version that is not committed
         self._error: WeightcastError | None = None
         self._dead: WeightcastError | None = None
         self._closing = False
         self.snapshots = Snapshots(uploader, settings)
+        self._thread = self._started()
+
+    def _started(self) -> threading.Thread:
         # Not a daemon: a trainer that returns from main with a version in flight has it committed first.
-        self._thread = threading.Thread(target=self._run, name="weightcast-publisher", daemon=False)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="weightcast-publisher", daemon=False)
+        self._running = True
+        thread.start()
+        return thread
 
     def check(self) -> None:
         """Raise what went wrong in the background since the last call, once; what is final, each time."""
@@ -87,6 +92,12 @@ class Pipeline:
             error, self._error = self._error, None
             if self._dead or error:
                 raise self._dead or error  # type: ignore[misc]
+
+    def told(self, error: BaseException) -> None:
+        """Note that somebody who waited was told of `error`: `check` need not raise it as well."""
+        with self._changed:
+            if self._error is error:
+                self._error = None
 
     def fence(self, label: Label) -> None:
         """Commit an empty version on top of the baseline. Call before anything is published.
@@ -105,8 +116,10 @@ class Pipeline:
     def offer(self, job: Job) -> bool:
         """Make `job` the active one before its capture has begun, so that uploads overlap it. False if one is active."""
         with self._changed:
-            if self._active is not None or self._closing or self._unsettled is not None:
+            # One that waits goes first: what it holds is older.
+            if self._active is not None or self._waiting is not None or self._unsettled is not None:
                 return False
+            self._admit(job)
             self._active = job
             self._changed.notify_all()
             return True
@@ -114,10 +127,22 @@ class Pipeline:
     def queue(self, job: Job) -> None:
         """Put a finished capture behind the active one, in place of one that waits there already."""
         with self._changed:
+            self._admit(job)
             if self._waiting is not None:
                 job.futures += self._waiting.futures
             self._waiting = job
             self._changed.notify_all()
+
+    def _admit(self, job: Job) -> None:
+        """See that `job` will be worked on, and carries the files of versions that it replaces or that failed."""
+        if self._closing:
+            raise UsageError("this publisher is closed", hint="open a new one")
+        if not self._running:  # the main thread had ended, and this one with it, when another thread published
+            self._thread = self._started()
+        label = job.capture.label
+        if label.files is None:
+            job.capture.label = replace(label, files=self._files)
+        self._files = job.capture.label.files
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until nothing is active or waiting; False if time ran out first."""
@@ -132,20 +157,25 @@ class Pipeline:
             WeightcastError: what went wrong in the background and was not raised before.
         """
         finished = self.wait_idle(timeout)
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self.stop()
         if not finished:
             raise StorageError(f"closed after {timeout} s with a version not committed", hint="the store is slow or down; publish again")
         self._thread.join(timeout)
         self.snapshots.join(timeout)
         self.check()
 
+    def stop(self) -> None:
+        """Take no more work; the thread ends once it has nothing left."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
     def _wait_for_work(self) -> bool:
         """Whether there is a job; False when there will be no more."""
         with self._changed:
             while self._active is None and self._waiting is None:
                 if self._closing or not threading.main_thread().is_alive():
+                    self._running = False
                     return False
                 self._changed.wait(0.5)
             return True
@@ -187,6 +217,8 @@ class Pipeline:
                 self._dead = error
 
     def _process(self, job: Job) -> None:
+        if self._dead is not None:
+            raise self._dead
         capture = job.capture
         parent = self.baseline.position if self.baseline else self._parent
         manifest: VersionManifest | None
@@ -199,6 +231,8 @@ class Pipeline:
         if manifest is None:
             job.fail(UsageError("the capture failed"))  # its own error was raised where the capture ran
             return
+        if capture.fresh is None and (parent is None or capture.base != parent.sha256):
+            raise Corrupt(f"the changes captured for version {manifest.version} are told from another version than the one before it")
         self._commit(job, manifest)
 
     def _settle_unknown(self) -> None:
@@ -208,16 +242,18 @@ class Pipeline:
             self._commit(job, manifest)
 
     def _commit(self, job: Job, manifest: VersionManifest) -> None:
-        self._unsettled = (job, manifest)
         try:
             position = self._uploader.commit(manifest)
-        except Conflict:
+        except StorageError:
+            self._unsettled = (job, manifest)
+            raise
+        except WeightcastError:
             self._unsettled = None
             raise
         self._unsettled = None
         try:
             self._move(job.capture, position)
-        except WeightcastError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, the baseline's bits are not known any more
             self._dead = Corrupt(f"version {position.version} is committed, but the baseline could not follow: {error}", hint="restart the publisher")
         log.info(
             "published version %d: %d of %d elements changed, %d bytes",
@@ -227,6 +263,9 @@ class Pipeline:
             manifest.totals.bytes,
             extra={"version": position.version, "step": manifest.step, "bytes": manifest.totals.bytes},
         )
+        with self._changed:
+            if self._files is job.capture.label.files:
+                self._files = None
         job.succeed(position)
         if self.baseline is not None and self._dead is None:
             self._keeper.note(self.baseline.state)
@@ -235,56 +274,15 @@ class Pipeline:
     def _move(self, capture: Capture, position: Position) -> None:
         """Take the committed bits for the baseline, and tell a waiting capture from there."""
         baseline = self.baseline
-        if capture.fresh is not None:
-            state = self._keeper.settle(State(position, self._geometry(capture), capture.fresh))
-            if baseline is None:
-                self.baseline = Baseline(state)
-            else:
-                with baseline.gate.changing():
-                    baseline.replace(state)
-            return
         if baseline is None:
-            raise UsageError("a delta needs a baseline")
-        baseline.wait_for_view()
-        with baseline.gate.changing():
-            waiting = self._waiting
-            if waiting is None:
-                self._advance(baseline, capture, position)
-            else:
-                self._advance_under(waiting, baseline, capture, position)
-
-    def _advance_under(self, waiting: Job, baseline: Baseline, capture: Capture, position: Position) -> None:
-        """Advance, and tell what `waiting` captured from the new baseline instead of the old one."""
-        before, settings = baseline.state, self._settings
-        if waiting.capture.relaid or capture.relaid:
-            # Rare: the layout changes while versions coalesce. Worth a whole copy, not a second mechanism.
-            image = State(before.position, before.geometry, _copy(before))
-            self._advance(baseline, capture, position)
-            waiting.capture = recapture(
-                image, waiting.capture, baseline.state, self._pool, row_elements=settings.row_elements, level=settings.level
-            )
-        else:
-            rows = rebase_rows(before, capture.rows.by_interval(), waiting.capture.rows.by_interval(), self._pool, settings.level)
-            self._advance(baseline, capture, position)
-            waiting.capture.rows.swap(rows)
-
-    def _advance(self, baseline: Baseline, capture: Capture, position: Position) -> None:
-        if not capture.relaid:
-            baseline.advance(capture.rows, position, self._pool)
+            self.baseline = Baseline(self._follower.fresh(capture, position))
             return
-        geometry = self._geometry(capture)
-        memory = materialise(baseline.state, capture, self._pool)
-        baseline.replace(self._keeper.settle(proved(State(position, geometry, memory), self._pool)))
-
-    @staticmethod
-    def _geometry(capture: Capture) -> Geometry:
-        if capture.geometry is None:
-            raise UsageError("the capture is not finished")
-        return capture.geometry
-
-
-def _copy(state: State) -> Memory:
-    memory = Memory.allocate(state.geometry)
-    for spec in state.layout.stored:
-        memory.tensor(spec.name)[...] = state.memory.tensor(spec.name)
-    return memory
+        if capture.fresh is None:
+            baseline.wait_for_view()
+        with baseline.gate.changing():  # and so nobody captures, and what waits stays
+            waiting = self._waiting
+            # A whole state that waits is told from nothing.
+            follows = waiting if waiting is not None and waiting.capture.fresh is None else None
+            moved = self._follower.move(baseline, capture, position, follows.capture if follows else None)
+            if follows is not None and moved is not None:
+                follows.capture = moved

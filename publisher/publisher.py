@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import operator
+import os
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from types import TracebackType
@@ -12,10 +14,12 @@ from typing import Any, Final, Self
 
 from weightcast.manifest.chain import Position
 from weightcast.manifest.commit import Writer, create_stream
+from weightcast.manifest.snapshot import RESERVED_FILE_NAMES
 from weightcast.manifest.store import Store, open_store
 from weightcast.manifest.stream import StreamReader
-from weightcast.schemas.errors import Conflict, NotFound, StorageError, UsageError
+from weightcast.schemas.errors import Conflict, NotFound, StorageError, Untrusted, UsageError
 from weightcast.schemas.manifest import MAX_METADATA_BYTES, VersionManifest
+from weightcast.schemas.names import check_file_name
 from weightcast.schemas.settings import PublisherSettings
 
 from .baseline import Baseline
@@ -32,8 +36,9 @@ _FENCE_TRIES: Final = 5  # a predecessor commits at most its one version in flig
 class PendingVersion:
     """A version on its way to the store."""
 
-    def __init__(self, future: Future[VersionManifest]) -> None:
+    def __init__(self, future: Future[VersionManifest], told: Callable[[BaseException], None]) -> None:
         self._future = future
+        self._told = told
 
     @property
     def done(self) -> bool:
@@ -48,9 +53,12 @@ class PendingVersion:
             Conflict: another publisher has taken over.
         """
         try:
-            return self._future.result(timeout)
+            error = self._future.exception(timeout)
         except FutureTimeout:
             raise StorageError(f"the version was not committed within {timeout} s") from None
+        if error is not None:
+            self._told(error)
+        return self._future.result()
 
 
 class Publisher:
@@ -84,6 +92,16 @@ class Publisher:
         self._keeper = Keeper(self.settings.baseline)
         self._publishing = threading.Lock()
         self._pipeline: Pipeline | None = None
+        self._dropped: set[str] = set()  # names that a version which is not committed no longer has
+        self._closed = False
+        self._pid = os.getpid()
+        try:
+            self._open(resume, fence)
+        except BaseException:
+            self._stop()
+            raise
+
+    def _open(self, resume: bool, fence: bool) -> None:
         try:
             reader = StreamReader.open(self._store)
         except NotFound:
@@ -146,13 +164,15 @@ class Publisher:
             Corrupt: the tensors changed while they were compared; nothing was published.
             WeightcastError: what went wrong with an earlier version in the background, once.
         """
-        return self._publish(items(tensors, self._casts), Label(step, _checked(metadata or {}), files), drop, reset)
+        label = Label(_step(step), _checked(metadata or {}), _named(files))
+        return self._publish(items(tensors, self._casts), label, drop, reset)
 
     def publish_items(self, found: Iterable[Item], label: Label, *, drop: Collection[str] = (), reset: bool = False) -> PendingVersion:
         """`publish` for tensors that are bits already, such as those of a checkpoint folder."""
         return self._publish(found, label, drop, reset)
 
     def _publish(self, found: Iterable[Item], label: Label, drop: Collection[str], reset: bool) -> PendingVersion:
+        self._check_usable()
         with self._publishing:
             pipeline = self._pipeline
             if pipeline is None:
@@ -165,21 +185,30 @@ class Publisher:
             if pipeline.baseline is None or reset:
                 job = Job(capture_fresh(found, label, self._compute))
                 pipeline.queue(job)
-                return PendingVersion(job.futures[0])
+                return PendingVersion(job.futures[0], pipeline.told)
             return self._publish_delta(pipeline, pipeline.baseline, found, label, drop)
 
     def _publish_delta(self, pipeline: Pipeline, baseline: Baseline, found: Iterable[Item], label: Label, drop: Collection[str]) -> PendingVersion:
+        drop = self._dropped.union(drop)
         if drop or baseline.position.manifest.totals.bytes > self.settings.max_pending_bytes // 2:
             pipeline.wait_idle()
+            pipeline.check()
         job = Job(Capture(label))
+        future = job.futures[0]
         with baseline.gate.reading():
             active = pipeline.offer(job)
-            DeltaCapture(
-                job.capture, baseline.state, self._compute, row_elements=self.settings.row_elements, level=self.settings.level
-            ).run(found, drop)
+            try:
+                DeltaCapture(
+                    job.capture, baseline.state, self._compute, row_elements=self.settings.row_elements, level=self.settings.level
+                ).run(found, drop)
+            except BaseException:
+                job.capture.rows.finish(failed=True)  # or the pipeline would wait for its rows
+                raise
+            layout = job.capture.layout
+            self._dropped = {name for name in drop if name in baseline.layout and name not in layout}
             if not active:
                 pipeline.queue(job)
-        return PendingVersion(job.futures[0])
+        return PendingVersion(future, pipeline.told)
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until everything published is settled; False if time ran out."""
@@ -187,13 +216,16 @@ class Publisher:
 
     def snapshot(self) -> None:
         """Write a snapshot of the last committed version now, beside the chain, and wait for it."""
-        if self._pipeline is None or self._pipeline.baseline is None:
-            raise NotFound("nothing was published yet, so there is nothing to take a snapshot of")
-        self._pipeline.wait_idle()
-        baseline = self._pipeline.baseline
-        self._pipeline.snapshots.join(None)
-        self._pipeline.snapshots.start(baseline.position, baseline)
-        self._pipeline.snapshots.join(None)
+        self._check_usable()
+        with self._publishing:  # so that nothing is committed, and no other snapshot begun, before this one has begun
+            if self._pipeline is not None:
+                self._pipeline.wait_idle()
+            if self._pipeline is None or self._pipeline.baseline is None:
+                raise NotFound("nothing was published yet, so there is nothing to take a snapshot of")
+            snapshots, baseline = self._pipeline.snapshots, self._pipeline.baseline
+            snapshots.join(None)
+            snapshots.start(baseline.position, baseline)
+        snapshots.join(None)
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for what is on its way, then stop.
@@ -201,12 +233,26 @@ class Publisher:
         Raises:
             WeightcastError: a version was not committed and nobody was told yet, or time ran out.
         """
+        self._closed = True
+        if self._pid != os.getpid():
+            return  # a copy made by a fork: the threads, and what is on its way, are the parent's
         try:
             if self._pipeline is not None:
                 self._pipeline.close(timeout)
         finally:
-            self._compute.shutdown(wait=False)
-            self._transfer.shutdown(wait=False)
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.stop()
+        self._compute.shutdown(wait=False)
+        self._transfer.shutdown(wait=False)
+
+    def _check_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise UsageError(f"this publisher belongs to process {self._pid}, of which this one is a fork", hint="open a publisher after the fork")
+        if self._closed:
+            raise UsageError("this publisher is closed", hint="open a new one")
 
     def __enter__(self) -> Self:
         return self
@@ -228,3 +274,25 @@ def _checked(metadata: Mapping[str, Any]) -> dict[str, Any]:
     if len(text) > MAX_METADATA_BYTES:
         raise UsageError(f"metadata has {len(text)} bytes, at most {MAX_METADATA_BYTES} are allowed")
     return dict(json.loads(text))
+
+
+def _step(step: int | None) -> int | None:
+    """A step of any integer type (numpy's, a tensor's) as a plain int."""
+    try:
+        return None if step is None else operator.index(step)
+    except TypeError as error:
+        raise UsageError(f"step is {step!r}, expected an integer") from error
+
+
+def _named(files: Mapping[str, bytes] | None) -> dict[str, bytes] | None:
+    """A copy of `files`, whose names must be usable."""
+    for name, data in (files or {}).items():
+        if not isinstance(data, bytes):
+            raise UsageError(f"companion file {name!r} is {type(data).__name__}, expected bytes")
+        if name in RESERVED_FILE_NAMES:
+            raise UsageError(f"companion file {name!r} has the name of a file that every snapshot has")
+        try:
+            check_file_name(name)
+        except Untrusted as error:
+            raise UsageError(f"companion file {name!r} does not have a plain file name") from error
+    return None if files is None else dict(files)

@@ -62,7 +62,7 @@ def recapture(before: State, waiting: Capture, after: State, pool: Executor, *, 
     image = materialise(before, waiting, pool)
     fresh = Capture(waiting.label)
     found = []
-    for spec in waiting.layout:
+    for spec in sorted(waiting.layout, key=lambda s: s.tied_to is not None):  # the tensor before those that are tied to it
         name = spec.tied_to or spec.name
         array = image.tensor(name)
         address = array.ctypes.data if spec.elements else 0

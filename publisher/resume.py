@@ -28,8 +28,11 @@ class Keeper:
             manifest = state.position.manifest
             note = {"stream": manifest.stream, "version": manifest.version, "sha256": state.position.sha256}
             temporary = _note_path(self.storage).with_suffix(".tmp")
-            temporary.write_text(json.dumps(note))
-            temporary.replace(_note_path(self.storage))
+            try:
+                temporary.write_text(json.dumps(note))
+                temporary.replace(_note_path(self.storage))
+            except OSError as error:  # the next run finds that the note does not fit, and rebuilds from the store
+                log.warning("cannot note the version of the kept baseline: %s", error)
 
     def settle(self, state: State) -> State:
         """Move a state's memory into the file, if there is one."""

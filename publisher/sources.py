@@ -8,7 +8,7 @@ gone when the next one is asked for, so each is dealt with before that.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -16,38 +16,15 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from weightcast.schemas.dtypes import WIDTHS
+from weightcast.schemas.dtypes import TORCH_NAMES, WIDTHS
 from weightcast.schemas.errors import UsageError
 from weightcast.schemas.layout import TensorSpec
-
-from .names import NameMap
+from weightcast.schemas.wrappers import NameMap
 
 Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 _TORCH: Final[dict[torch.dtype, str]] = {
-    getattr(torch, attribute): name
-    for attribute, name in {
-        "bool": "BOOL",
-        "uint8": "U8",
-        "int8": "I8",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e4m3fnuz": "F8_E4M3FNUZ",
-        "float8_e5m2": "F8_E5M2",
-        "float8_e5m2fnuz": "F8_E5M2FNUZ",
-        "float8_e8m0fnu": "F8_E8M0",
-        "uint16": "U16",
-        "int16": "I16",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "uint32": "U32",
-        "int32": "I32",
-        "float32": "F32",
-        "uint64": "U64",
-        "int64": "I64",
-        "float64": "F64",
-        "complex64": "C64",
-    }.items()
-    if hasattr(torch, attribute)
+    getattr(torch, attribute): name for attribute, name in TORCH_NAMES.items() if hasattr(torch, attribute)
 }
 _FROM_NAME: Final = {name: dtype for dtype, name in _TORCH.items()}
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -71,11 +48,16 @@ class Item:
     lasting: bool
     identity: tuple[object, ...] | None
 
+    @property
+    def tie(self) -> tuple[object, ...] | None:
+        """Equal for two items that are one tensor and have the same bits; a cast may have told them apart."""
+        return None if self.identity is None else (*self.identity, self.spec.dtype, self.spec.shape)
+
     def array(self) -> npt.NDArray[np.uint8]:
         """The bytes, without a copy."""
         if not self.spec.nbytes:
             return np.empty(0, np.uint8)
-        return np.frombuffer((ctypes.c_uint8 * self.spec.nbytes).from_address(self.address), np.uint8)
+        return np.frombuffer(memoryview((ctypes.c_uint8 * self.spec.nbytes).from_address(self.address)), np.uint8)
 
     def copied(self) -> Item:
         """The same bits in memory of their own."""
@@ -188,7 +170,8 @@ def _of_tensor(name: str, tensor: torch.Tensor) -> Item:
 def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
         return None
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    lazy = (tensor.is_conj(), tensor.is_neg())  # views that read the same memory as other bits
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), lazy)
 
 
 def recast(item: Item, casts: Casts) -> Item:
@@ -200,13 +183,18 @@ def recast(item: Item, casts: Casts) -> Item:
     return item if cast is tensor else replace(_of_tensor(item.spec.name, cast), lasting=False)
 
 
-def tied(found: Iterable[Item]) -> dict[str, str]:
-    """For items that are one tensor under several names: each further name -> the first by name."""
+def tied(found: Iterable[Item], *preferred: Collection[str]) -> dict[str, str]:
+    """For items that are one tensor under several names: each further name -> the one that keeps the bytes.
+
+    That is one of the first of `preferred` that has one, or else the first in the source's order: of a tied output head
+    and its embedding the embedding, which every loader of checkpoints expects to find.
+    """
     first: dict[tuple[object, ...], str] = {}
     ties: dict[str, str] = {}
-    for item in sorted(found, key=lambda i: i.spec.name):
-        if item.identity is not None:
-            owner = first.setdefault(item.identity, item.spec.name)
+    for item in sorted(found, key=lambda i: tuple(i.spec.name not in names for names in preferred)):
+        key = item.tie
+        if key is not None:
+            owner = first.setdefault(key, item.spec.name)
             if owner != item.spec.name:
                 ties[item.spec.name] = owner
     return ties

@@ -12,12 +12,14 @@ from typing import Final
 import pyarrow as pa
 
 from .dtypes import WIDTHS, width_of
-from .errors import Untrusted, UsageError, WeightcastError
+from .errors import Untrusted, UsageError
+from .ipc import read_table
 from .names import check_tensor_name
 
 MAX_TENSORS: Final = 4_000_000
 MAX_DIMENSIONS: Final = 32
-MAX_TENSOR_ELEMENTS: Final = 1 << 48
+MAX_ELEMENTS: Final = 1 << 48
+"""Of all tensors of a layout together, so that no sum over them leaves int64."""
 MAX_LAYOUT_BYTES: Final = 1 << 30
 
 LAYOUT_SCHEMA: Final = pa.schema(
@@ -80,11 +82,13 @@ class Layout:
         for spec in specs:
             check_tensor_name(spec.name)
             width_of(spec.dtype, spec.name)
-            if len(spec.shape) > MAX_DIMENSIONS or any(d < 0 for d in spec.shape) or spec.elements > MAX_TENSOR_ELEMENTS:
+            if len(spec.shape) > MAX_DIMENSIONS or any(d < 0 for d in spec.shape) or spec.elements > MAX_ELEMENTS:
                 raise UsageError(f"tensor {spec.name!r} has an impossible shape {list(spec.shape)[:8]}")
             if spec.name in index:
                 raise UsageError(f"two tensors are called {spec.name!r}", hint="every tensor needs a name of its own")
             index[spec.name] = spec
+        if sum(s.elements for s in specs) > MAX_ELEMENTS:
+            raise UsageError(f"{sum(s.elements for s in specs)} elements in all; a stream carries at most {MAX_ELEMENTS}")
         for spec in specs:
             if spec.tied_to is not None:
                 other = index.get(spec.tied_to)
@@ -157,14 +161,13 @@ class Layout:
             Untrusted: not such a table, or one that breaks a rule of `Layout.of`.
         """
         try:
-            with pa.ipc.open_file(pa.BufferReader(data)) as reader:
-                if not reader.schema.equals(LAYOUT_SCHEMA):
-                    raise Untrusted(f"{where} has columns {reader.schema.names}, expected {LAYOUT_SCHEMA.names}")
-                table = reader.read_all()
-            table.validate(full=True)
+            table = read_table(data, LAYOUT_SCHEMA)
             columns = [table.column(i).to_pylist() for i in range(4)]
-            layout = cls.of(TensorSpec(n, d, tuple(s), t) for n, d, s, t in zip(*columns, strict=True))
-        except (pa.ArrowException, WeightcastError, TypeError, ValueError, OSError) as error:
+            specs = tuple(TensorSpec(n, d, tuple(s), t) for n, d, s, t in zip(*columns, strict=True))
+            layout = cls.of(specs)
+        except ValueError as error:
             raise Untrusted(f"{where} is not a tensor table: {error}") from error
+        if layout.tensors != specs:
+            raise Untrusted(f"{where} does not list its tensors by dtype and name")
         layout.__dict__["encoded"] = data  # another Arrow release may write the same table in other bytes
         return layout

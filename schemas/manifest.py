@@ -31,6 +31,8 @@ MAX_HINT_BYTES: Final = 4096
 MAX_METADATA_BYTES: Final = 64 << 10
 MAX_SHARDS: Final = 20_000
 MAX_OBJECT_BYTES: Final = 1 << 45
+MAX_SHARD_BYTES: Final = 1 << 30
+"""A reader takes a shard into memory whole."""
 MAX_VERSION: Final = 10**12 - 1
 
 
@@ -79,6 +81,8 @@ class ShardRef(ObjectRef):
     def _is_a_shard(self) -> Self:
         if parse_data_key(self.key) is None:
             raise ValueError(f"{self.key!r} is not the key of a delta shard")
+        if self.size > MAX_SHARD_BYTES:
+            raise ValueError(f"{self.key!r} claims {self.size} bytes, at most {MAX_SHARD_BYTES} are read")
         if self.changed > self.elements:
             raise ValueError(f"{self.key!r} claims {self.changed} changes in {self.elements} elements")
         return self
@@ -144,7 +148,7 @@ class VersionManifest(Document):
     writer: Text
     run: Token
     token: Token
-    step: int | None = None
+    step: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     time: Text
     metadata: dict[str, Any] = {}
 
@@ -165,12 +169,13 @@ class VersionManifest(Document):
         for shard in self.shards:
             if parse_data_key(shard.key) != self.version:
                 raise ValueError(f"shard {shard.key!r} does not belong to version {self.version}")
+        if len({s.key for s in self.shards}) != len(self.shards):
+            raise ValueError("two shards have the same key")
         if sum(s.changed for s in self.shards) != self.totals.changed and not self.reset:
             raise ValueError("the shards' changes do not add up to the total")
         if sum(s.size for s in self.shards) != self.totals.bytes:
             raise ValueError("the shards' sizes do not add up to the total")
-        if len(json.dumps(self.metadata)) > MAX_METADATA_BYTES:
-            raise ValueError(f"metadata has over {MAX_METADATA_BYTES} bytes")
+        _check_metadata(self.metadata)
         return self
 
     @property
@@ -184,12 +189,26 @@ class VersionManifest(Document):
         return Digest.from_hex(self.digest_after)
 
 
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    try:
+        size = len(json.dumps(metadata, allow_nan=False, ensure_ascii=False).encode("utf-8"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"metadata cannot be written as JSON: {error}") from error
+    if size > MAX_METADATA_BYTES:
+        raise ValueError(f"metadata has {size} bytes, at most {MAX_METADATA_BYTES} are allowed")
+
+
 class FileRef(Document):
     """A file in a folder, by name, size and hash."""
 
     name: FileName
     size: Size
     sha256: Sha256
+
+
+def _check_distinct(files: list[FileRef]) -> None:
+    if len({f.name for f in files}) != len(files):
+        raise ValueError("two files have the same name")
 
 
 class SnapshotManifest(Document):
@@ -211,6 +230,11 @@ class SnapshotManifest(Document):
     run: Token
     time: Text
 
+    @model_validator(mode="after")
+    def _is_coherent(self) -> Self:
+        _check_distinct(self.weights + self.files)
+        return self
+
     @property
     def bytes(self) -> int:
         """Bytes that a reader fetches for the weights."""
@@ -222,6 +246,11 @@ class FileList(Document):
 
     kind: Literal["files"] = "files"
     files: Annotated[list[FileRef], Field(max_length=1000)]
+
+    @model_validator(mode="after")
+    def _is_coherent(self) -> Self:
+        _check_distinct(self.files)
+        return self
 
 
 class Head(Document):
@@ -260,7 +289,8 @@ def decode(model: type[D], data: bytes, where: str) -> D:
     """
     try:
         document = model.model_validate_json(data)
-    except (ValidationError, RecursionError) as error:
+        json.loads(data, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError, Untrusted) as error:
         _refuse_newer(data, where)
         raise Untrusted(f"{where} is not a valid {model.__name__} document: {_first_problem(error)}") from error
     _check_format(getattr(document, "format", FORMAT), getattr(document, "features", []), where)
@@ -271,7 +301,15 @@ def _first_problem(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
         return f"{'.'.join(map(str, first['loc'])) or 'document'}: {first['msg']}"
-    return "nested too deeply"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Parsers differ in which of two equal keys they take, so a document must not have any."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is given twice")
+    return found
 
 
 def _refuse_newer(data: bytes, where: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -10,13 +10,12 @@ import pyarrow as pa
 
 from .digest import Digest
 from .errors import Corrupt
+from .ipc import read_table
 
 Coding = Literal["gap", "dense", "whole"]
 CODINGS: Final[tuple[str, ...]] = get_args(Coding)
 
 MAX_ROW_ELEMENTS: Final = 1 << 24
-MAX_SHARD_BYTES: Final = 1 << 30
-_RECORD_BATCH: Final = 3  # MessageHeader in Arrow's Message.fbs
 
 SHARD_SCHEMA: Final = pa.schema(
     [
@@ -108,16 +107,10 @@ def decode_shard(data: bytes, where: str) -> list[Row]:
         Corrupt: not such a table, or a row with impossible figures.
     """
     try:
-        with pa.ipc.open_file(pa.BufferReader(data)) as reader:
-            if not reader.schema.equals(SHARD_SCHEMA):
-                raise Corrupt(f"shard {where} has columns {reader.schema.names}, expected {SHARD_SCHEMA.names}")
-            if any(_is_compressed(message) for message in _messages(data)):
-                raise Corrupt(f"shard {where} uses Arrow buffer compression", hint="the shard was not written by weightcast")
-            table = reader.read_all()
-        table.validate(full=True)
+        table = read_table(data, SHARD_SCHEMA)
         columns = [table.column(name).to_pylist() for name in SHARD_SCHEMA.names]
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise Corrupt(f"shard {where} is not a delta table: {error}") from error
+    except ValueError as error:
+        raise Corrupt(f"shard {where} is not a delta table: {error}", hint="the shard was not written by weightcast") from error
     rows = []
     for values in zip(*columns, strict=True):
         named = dict(zip(SHARD_SCHEMA.names, values, strict=True))
@@ -146,35 +139,3 @@ def _is_possible(row: Row) -> bool:
         and len(row.lows) == -(-row.count * row.gap_shift // 8)
         and (row.coding != "whole" or row.escaped == row.count == row.length)
     )
-
-
-def _messages(data: bytes) -> Iterator[bytes]:
-    """Flatbuffer metadata of each message in an Arrow IPC file, none of whose bodies is read."""
-    source = pa.BufferReader(data)
-    source.seek(8)  # past the file's magic, padded to 8 bytes
-    while True:
-        try:
-            message = pa.ipc.read_message(source)
-        except EOFError:
-            return
-        yield message.metadata.to_pybytes()
-
-
-def _is_compressed(metadata: bytes) -> bool:
-    """Whether a flatbuffer `Message` is a record batch with a `compression` field (Arrow's Message.fbs)."""
-
-    def table_field(table: int, index: int) -> int:
-        vtable = table - int.from_bytes(metadata[table : table + 4], "little", signed=True)
-        slot = 4 + 2 * index
-        if slot >= int.from_bytes(metadata[vtable : vtable + 2], "little"):
-            return 0
-        offset = int.from_bytes(metadata[vtable + slot : vtable + slot + 2], "little")
-        return table + offset if offset else 0
-
-    message = int.from_bytes(metadata[:4], "little")
-    header = table_field(message, 2)
-    kind = table_field(message, 1)
-    if not header or not kind or metadata[kind] != _RECORD_BATCH:
-        return False
-    batch = header + int.from_bytes(metadata[header : header + 4], "little")
-    return table_field(batch, 3) != 0

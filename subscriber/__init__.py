@@ -1,1 +1,29 @@
+"""From a committed version to changed weights."""
 
+from weightcast.manifest.store import StoreSettings, open_store
+from weightcast.schemas.settings import SubscriberSettings
+
+from .folder import CheckpointFolder, reading
+from .subscriber import Status, Subscriber
+from .target import Mark, Target
+
+__all__ = [
+    "CheckpointFolder",
+    "Mark",
+    "Status",
+    "StoreSettings",
+    "Subscriber",
+    "SubscriberSettings",
+    "Target",
+    "Tensors",
+    "open_store",
+    "reading",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Tensors":  # needs torch, which a folder's subscriber does not
+        from .tensors import Tensors
+
+        return Tensors
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

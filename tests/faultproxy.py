@@ -1,7 +1,7 @@
 """An HTTP proxy that fails on demand, for tests: one thread, one event loop, faults set and counted from outside.
 
-    with FaultProxy("127.0.0.1", 8333) as proxy:
-        proxy.add(Fault("lost", match=r"^PUT .*versions", times=1))
+with FaultProxy("127.0.0.1", 8333) as proxy:
+    proxy.add(Fault("lost", match=r"^PUT .*versions", times=1))
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Fault:
 
     def claims(self, head: str) -> bool:
         """Whether this request is to fail; counts it."""
-        if (self.times is not None and self.hits >= self.times) or not re.search(self.match, head, re.M | re.I):
+        if (self.times is not None and self.hits >= self.times) or not re.search(
+            self.match, head, re.M | re.I
+        ):
             return False
         self.seen += 1
         if self.seen % self.every:
@@ -99,7 +101,9 @@ class FaultProxy:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._client, "127.0.0.1", 0, limit=1 << 20))
+        server = self._loop.run_until_complete(
+            asyncio.start_server(self._client, "127.0.0.1", 0, limit=1 << 20)
+        )
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         self._loop.run_forever()
@@ -191,7 +195,9 @@ async def _head(reader: asyncio.StreamReader) -> bytes | None:
         return None
 
 
-async def _body(reader: asyncio.StreamReader, head: bytes, answer_to: bytes | None = None) -> AsyncIterator[bytes]:
+async def _body(
+    reader: asyncio.StreamReader, head: bytes, answer_to: bytes | None = None
+) -> AsyncIterator[bytes]:
     """The raw body after `head`, by Content-Length or chunked."""
     if answer_to is not None and (answer_to.startswith(b"HEAD") or head[9:12] in (b"204", b"304")):
         return
@@ -217,7 +223,11 @@ def _error_body(code: str) -> bytes:
 
 
 async def _answer(writer: asyncio.StreamWriter, fault: Fault, body: bytes) -> None:
-    lines = [f"HTTP/1.1 {fault.status} Injected", "Content-Type: application/xml", f"Content-Length: {len(body)}"]
+    lines = [
+        f"HTTP/1.1 {fault.status} Injected",
+        "Content-Type: application/xml",
+        f"Content-Length: {len(body)}",
+    ]
     lines += [f"{name}: {value}" for name, value in fault.headers.items()]
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
     await writer.drain()
@@ -229,7 +239,9 @@ async def _substitute(
     """Another body under the head of the real answer, without the checksums of the real one."""
     async for _ in _body(source, head, answer_to=request):
         pass
-    head = re.sub(rb"(?i)\r\n(content-length|etag|x-amz-checksum-[a-z0-9]*|transfer-encoding):[^\r]*", b"", head)
+    head = re.sub(
+        rb"(?i)\r\n(content-length|etag|x-amz-checksum-[a-z0-9]*|transfer-encoding):[^\r]*", b"", head
+    )
     if fault.action == "replace":
         writer.write(head[:-2] + b"Content-Length: %d\r\n\r\n" % len(fault.body) + fault.body)
         await writer.drain()

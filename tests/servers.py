@@ -88,7 +88,11 @@ def shared_seaweedfs(folder: Path) -> Iterator[S3Server]:
         if not state.exists():
             with open(folder / "supervisor.log", "wb") as log:
                 subprocess.Popen(
-                    [sys.executable, __file__, str(folder)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    [sys.executable, __file__, str(folder)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
             _wait(state.exists, f"SeaweedFS, see {folder}")
         fcntl.flock(start, fcntl.LOCK_UN)
@@ -126,7 +130,13 @@ def _start_weed(folder: Path, ports: list[int]) -> subprocess.Popen[bytes]:
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
     (folder / "data").mkdir()
     command = [weed_program(), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder / 'data'}"]
-    command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=1024", "-volume.max=200", "-filer", "-s3"]
+    command += [
+        "-master.telemetry=false",
+        "-master.volumeSizeLimitMB=1024",
+        "-volume.max=200",
+        "-filer",
+        "-s3",
+    ]
     command += [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-s3.port={s3}"]
     command += ["-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={folder / 's3.json'}"]
     libc = ctypes.CDLL(None)

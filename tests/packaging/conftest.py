@@ -49,8 +49,25 @@ class Environment:
 
     def install(self, *what: str | Path) -> None:
         """`pip install WHAT`, offline."""
-        pip = [sys.executable, "-P", "-m", "pip", "--python", self.python, "install", "--quiet"]
-        run(*pip, "--no-deps", "--no-build-isolation", "--no-index", *what, cwd=self.folder)
+        pip: list[str | Path] = [
+            sys.executable,
+            "-P",
+            "-m",
+            "pip",
+            "--python",
+            self.python,
+            "install",
+            "--quiet",
+        ]
+        run(
+            *pip,
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "--ignore-installed",
+            *what,
+            cwd=self.folder,
+        )
 
     def eval(self, code: str) -> str:
         """What `code` prints, run in a folder that holds nothing of ours."""
@@ -112,7 +129,8 @@ def make_environment(tmp_path: Path) -> Callable[[], Environment]:
         environment = Environment(tmp_path / "environment")
         run(sys.executable, "-P", "-m", "venv", "--without-pip", environment.folder, cwd=tmp_path)
         # A folder that a .pth file names is searched; .pth files in it (editable installs) are not followed.
-        dependencies = [entry for entry in sys.path if entry.endswith("site-packages")]
+        found = [Path(entry) for entry in sys.path if entry.endswith("site-packages")]
+        dependencies = [str(folder) for folder in found if not (folder / "weightcast").exists()]
         (environment.purelib / "deps.pth").write_text("\n".join(dependencies), "utf-8")
         return environment
 

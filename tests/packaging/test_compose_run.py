@@ -33,11 +33,14 @@ INNER_PORTS = ["master.port", "master.port.grpc", "volume.port", "volume.port.gr
 INNER_PORTS += ["filer.port.grpc", "s3.port.grpc"]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_ports() -> Iterator[int]:
+    """Ports below those that the kernel gives to connections; each test process begins elsewhere."""
+    first, count, block = 12_000, 8_000, 20
+    for offset in range(count):
+        port = first + (os.getpid() * block + offset) % count
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                yield port
 
 
 class Stack:
@@ -50,8 +53,9 @@ class Stack:
         self.secrets = {
             f"{who}_SECRET": secrets.token_hex(16) for who in ("ADMIN", "PUBLISHER", "SUBSCRIBER")
         }
-        self.ports = {name: free_port() for name in self.services}
-        self.inner_ports = {name: free_port() for name in INNER_PORTS}
+        ports = free_ports()
+        self.ports = {name: next(ports) for name in self.services}
+        self.inner_ports = {name: next(ports) for name in INNER_PORTS}
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def folder(self, service: str, target: str) -> Path:

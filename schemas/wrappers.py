@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from weightcast.schemas.errors import UsageError
+from .errors import UsageError
 
 _ANYWHERE: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _IN_FRONT: Final = "module"

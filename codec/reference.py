@@ -1,0 +1,110 @@
+"""The format's arithmetic as docs/format.md words it: slow, plain, and what the tests hold the kernels to.
+
+Nothing else uses this module. Numbers are Python integers; `bits` and planes are sequences of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weightcast.schemas.digest import MASK64, Digest
+from weightcast.schemas.layout import TensorSpec
+
+
+def seeds(spec: TensorSpec) -> tuple[int, int]:
+    """seed_0 and seed_1 of a tensor."""
+    text = b"\0".join([spec.name.encode(), spec.dtype.encode(), ",".join(map(str, spec.shape)).encode()])
+    words = hashlib.blake2b(text, digest_size=16).digest()
+    return int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little")
+
+
+def mix(z: int) -> int:
+    """splitmix64's finaliser."""
+    z ^= z >> 30
+    z = z * 0xBF58476D1CE4E5B9 & MASK64
+    z ^= z >> 27
+    z = z * 0x94D049BB133111EB & MASK64
+    return z ^ (z >> 31)
+
+
+def weight(seed: int, index: int) -> int:
+    """R_k(i)."""
+    return mix((seed + index * 0x9E3779B97F4A7C15) & MASK64) | 1
+
+
+def digest(spec: TensorSpec, bits: Sequence[int], offset: int = 0) -> Digest:
+    """D of the elements of a tensor from element `offset` on."""
+    lanes = (sum(v * weight(seed, offset + i) for i, v in enumerate(bits)) & MASK64 for seed in seeds(spec))
+    return Digest(*lanes)
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Uncompressed planes of a row; `escapes` as elements."""
+
+    count: int
+    gaps: bytes = b""
+    lows: bytes = b""
+    steps: bytes = b""
+    escapes: tuple[int, ...] = ()
+
+
+def step_byte(old: int, new: int, width: int) -> int:
+    """Step byte of a changed element of `width` bytes; 255 if it has to be escaped."""
+    span = 1 << 8 * width
+    step = (new - old) % span
+    if step >= span // 2:
+        step -= span
+    zigzag = 2 * step if step >= 0 else -2 * step - 1
+    return zigzag if zigzag <= 254 else 255
+
+
+def gap_planes(old: Sequence[int], new: Sequence[int], width: int, gap_shift: int) -> Planes:
+    """Planes of coding `gap`."""
+    gaps, steps, escapes, lows = bytearray(), bytearray(), [], 0
+    changed = [i for i, (o, n) in enumerate(zip(old, new, strict=True)) if o != n]
+    for i, (previous, position) in enumerate(zip([-1, *changed], changed, strict=False)):
+        distance = position - previous - 1
+        high = distance >> gap_shift
+        gaps += b"\xff" * (high // 255) + bytes([high % 255])
+        lows |= (distance % (1 << gap_shift)) << (i * gap_shift)
+        steps.append(step_byte(old[position], new[position], width))
+        if steps[-1] == 255:
+            escapes.append(new[position])
+    low_bytes = -(-len(changed) * gap_shift // 8)
+    return Planes(len(changed), bytes(gaps), lows.to_bytes(low_bytes, "little"), bytes(steps), tuple(escapes))
+
+
+def dense_planes(old: Sequence[int], new: Sequence[int], width: int) -> Planes:
+    """Planes of coding `dense`."""
+    steps = bytes(step_byte(o, n, width) if o != n else 0 for o, n in zip(old, new, strict=True))
+    escapes = tuple(n for n, s in zip(new, steps, strict=True) if s == 255)
+    return Planes(len(steps) - steps.count(0), steps=steps, escapes=escapes)
+
+
+def apply_gap(planes: Planes, old: Sequence[int], width: int, gap_shift: int) -> list[int]:
+    """New bits from old ones and the planes of coding `gap`, which must be valid."""
+    lows, gaps, position, positions = int.from_bytes(planes.lows, "little"), iter(planes.gaps), -1, []
+    for i in range(planes.count):
+        high = byte = next(gaps)
+        while byte == 255:
+            byte = next(gaps)
+            high += byte
+        position += 1 + (high << gap_shift) + (lows >> i * gap_shift) % (1 << gap_shift)
+        positions.append(position)
+    dense = bytearray(len(old))
+    for position, step in zip(positions, planes.steps, strict=True):
+        dense[position] = step
+    return apply_dense(Planes(planes.count, steps=bytes(dense), escapes=planes.escapes), old, width)
+
+
+def apply_dense(planes: Planes, old: Sequence[int], width: int) -> list[int]:
+    """New bits from old ones and the planes of coding `dense`, which must be valid."""
+    escapes = iter(planes.escapes)
+    new = []
+    for o, zigzag in zip(old, planes.steps, strict=True):
+        step = zigzag // 2 if zigzag % 2 == 0 else -(zigzag + 1) // 2
+        new.append(next(escapes) if zigzag == 255 else (o + step) % (1 << 8 * width))
+    return new

@@ -1,0 +1,311 @@
+"""Read-only questions about a stream: its log, one version, its state. Values in, values out; nothing is printed.
+
+What needs tensors lies in `inspect_changes` and `inspect_verify`, so that these questions start fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+from weightcast.schemas.errors import Corrupt, Gap, NotFound, Untrusted
+from weightcast.schemas.manifest import VersionManifest
+from weightcast.schemas.names import DATA_PREFIX, SNAPSHOTS_PREFIX, version_key
+
+from .chain import Position, TrustedChain
+from .inspect_pool import THREADS, ahead, workers
+from .stream import StreamReader
+
+MANIFESTS_AHEAD: Final = 64
+"""Manifests read ahead: usually of a few KiB, of 8 MiB at most."""
+
+Kind = Literal["snapshot", "delta"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One version, as a line of the log.
+
+    Attributes:
+        version, step, time, writer, run: as in the manifest.
+        kind: "snapshot" if the version starts afresh, else "delta".
+        tensors, elements: in the version's layout; elements without those of tied tensors.
+        changed: elements that were sent: all of them for a "snapshot".
+        bytes: of the shards on the wire.
+        dense_bytes: of all tensors, uncompressed.
+        shards: how many.
+        relaid: whether tensors came, went or changed shape or dtype.
+        digest: state digest, in hex.
+    """
+
+    version: int
+    kind: Kind
+    step: int | None
+    time: str
+    writer: str
+    run: str
+    tensors: int
+    elements: int
+    changed: int
+    bytes: int
+    dense_bytes: int
+    shards: int
+    relaid: bool
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A shard as its manifest names it."""
+
+    key: str
+    size: int
+    sha256: str
+    rows: int
+    elements: int
+    changed: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """How much of one tensor a version changed. `tied_to`: it has no bytes of its own, and counts that one's changes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    tied_to: str | None
+    elements: int
+    changed: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionDetails:
+    """One version in full.
+
+    Attributes:
+        entry: its line in the log.
+        manifest_sha256, manifest_bytes: of the manifest as stored.
+        parent_sha256: SHA-256 of the manifest before; None for version 0.
+        layout_sha256: names the tensor table.
+        digest_before: None for version 0.
+        metadata: what the trainer said about the version.
+        shards: in the manifest's order.
+        files: names of the companion files.
+        snapshot: folder of the snapshot of exactly this version, or None.
+        pruned: whether the delta may be gone, since the version is not above the floor.
+        tensors: changes of every tensor, in layout order; None if not asked for.
+    """
+
+    entry: LogEntry
+    manifest_sha256: str
+    manifest_bytes: int
+    parent_sha256: str | None
+    layout_sha256: str
+    digest_before: str | None
+    metadata: dict[str, Any]
+    shards: tuple[Shard, ...]
+    files: tuple[str, ...]
+    snapshot: str | None
+    pruned: bool
+    tensors: tuple[TensorChange, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderStatus:
+    """What a subscriber said last. `lag`: versions behind the head; `age_s`: None if its time cannot be read."""
+
+    reader: str
+    version: int
+    lag: int
+    time: str
+    age_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A stream at a glance.
+
+    Attributes:
+        url, stream, created, single_writer: what it is; `stream` is its id.
+        head: the newest version, or None if nothing was ever committed.
+        age_s: seconds since the head's time; None without a head or if its time cannot be read.
+        floor: versions below it may have lost their data.
+        snapshot: version of the newest snapshot, or None.
+        behind_snapshot: deltas that a new reader applies after the newest snapshot, and
+        chain_bytes: their bytes.
+        delta_bytes, snapshot_bytes: what lies in the store, orphans included.
+        readers: what subscribers say they hold.
+    """
+
+    url: str
+    stream: str
+    created: str
+    single_writer: bool
+    head: LogEntry | None
+    age_s: float | None
+    floor: int
+    snapshot: int | None
+    behind_snapshot: int
+    chain_bytes: int
+    delta_bytes: int
+    snapshot_bytes: int
+    readers: tuple[ReaderStatus, ...]
+
+
+def log(
+    reader: StreamReader, limit: int = 20, before: int | None = None, *, threads: int = THREADS
+) -> list[LogEntry]:
+    """The newest `limit` versions, or those before version `before`; newest first. Their hash chain is checked.
+
+    Raises:
+        Untrusted: a manifest breaks the chain.
+        Gap: a manifest between others is missing.
+    """
+    head = reader.head()
+    last = -1 if head is None else head if before is None else min(head, before - 1)
+    first = max(0, last - limit + 1)
+    if last < first:
+        return []
+    entries: list[LogEntry] = []
+    parent: Position | None = None
+    for position in _positions(reader, max(0, first - 1), last, threads):
+        if position.version >= first:
+            entries.append(describe(position, parent))
+        parent = position
+    return entries[::-1]
+
+
+def _positions(reader: StreamReader, first: int, last: int, threads: int) -> Iterator[Position]:
+    chain = reader.chain()
+    with workers(threads) as pool:
+        for version, data in ahead(pool, reader.manifest_bytes, range(first, last + 1), MANIFESTS_AHEAD):
+            yield _accept(chain, version, data.result())
+
+
+def _accept(chain: TrustedChain, version: int, data: bytes | None) -> Position:
+    if data is None:
+        raise Gap(
+            f"{version_key(version)} is missing, although later versions exist",
+            hint="something deleted it; weightcast verify lists all damage",
+        )
+    return chain.extend(data) if chain.at else chain.anchor(data, version)
+
+
+def kind_of(manifest: VersionManifest) -> Kind:
+    """Whether a version starts afresh or changes the one before."""
+    return "snapshot" if manifest.reset else "delta"
+
+
+def describe(position: Position, parent: Position | None) -> LogEntry:
+    """The line of a version in the log; `parent` is None for version 0 alone."""
+    manifest = position.manifest
+    return LogEntry(
+        version=position.version,
+        kind=kind_of(manifest),
+        step=manifest.step,
+        time=manifest.time,
+        writer=manifest.writer,
+        run=manifest.run,
+        tensors=manifest.layout.tensors,
+        elements=manifest.totals.elements,
+        changed=manifest.totals.elements if manifest.reset else manifest.totals.changed,
+        bytes=manifest.totals.bytes,
+        dense_bytes=manifest.totals.dense_bytes,
+        shards=len(manifest.shards),
+        relaid=parent is None or parent.manifest.layout != manifest.layout,
+        digest=manifest.digest_after,
+    )
+
+
+def show(reader: StreamReader, version: int, tensors: bool = False) -> VersionDetails:
+    """One version in full; with `tensors`, how much of each tensor it changed, counted from its shards.
+
+    Raises:
+        NotFound: there is no such version, or (`tensors`) its shards were pruned.
+        Untrusted: it breaks a rule.
+        Corrupt: (`tensors`) a shard is not what the manifest says.
+    """
+    data = reader.manifest_bytes(version)
+    if data is None:
+        raise NotFound(
+            f"version {version} does not exist in {reader.store.url}", hint="weightcast log shows what does"
+        )
+    position = reader.chain().anchor(data, version)
+    manifest = position.manifest
+    changes: tuple[TensorChange, ...] | None = None
+    if tensors:
+        from .inspect_changes import tensor_changes
+
+        changes = tensor_changes(reader, position)
+    return VersionDetails(
+        entry=describe(position, _parent(reader, version)),
+        manifest_sha256=position.sha256,
+        manifest_bytes=len(data),
+        parent_sha256=manifest.parent.sha256 if manifest.parent else None,
+        layout_sha256=manifest.layout.sha256,
+        digest_before=manifest.digest_before,
+        metadata=manifest.metadata,
+        shards=tuple(Shard(s.key, s.size, s.sha256, s.rows, s.elements, s.changed) for s in manifest.shards),
+        files=tuple(f.name for f in reader.files(manifest.files).files),
+        snapshot=_snapshot_folder(reader, position),
+        pruned=version <= reader.floor() and version > 0 and not manifest.reset,
+        tensors=changes,
+    )
+
+
+def _parent(reader: StreamReader, version: int) -> Position | None:
+    try:
+        return reader.position(version - 1) if version > 0 else None
+    except (NotFound, Untrusted):
+        return None  # what a version says can be shown even if the one before is damaged
+
+
+def _snapshot_folder(reader: StreamReader, position: Position) -> str | None:
+    try:
+        found = reader.own_snapshot(position)
+    except (Untrusted, Corrupt):
+        return None  # one that does not check out is verify's business
+    return found.folder if found else None
+
+
+def status(reader: StreamReader, now: datetime, *, threads: int = THREADS) -> Status:
+    """The stream at a glance, at the time `now`. Lists the store; reads the manifests since the newest snapshot."""
+    head = reader.head()
+    snapshots = [v for v, _ in reader.snapshot_keys() if head is not None and v <= head]
+    newest = max(snapshots, default=None)
+    chain: list[Position] = []
+    if head is not None:
+        begin = head if newest is None else newest
+        chain = list(_positions(reader, max(0, begin - 1), head, threads))
+    after = [p for p in chain if newest is None or p.version > newest]
+    entry = describe(chain[-1], chain[-2] if len(chain) > 1 else None) if chain else None
+    return Status(
+        url=reader.store.url,
+        stream=reader.stream.stream,
+        created=reader.stream.created,
+        single_writer=reader.stream.single_writer,
+        head=entry,
+        age_s=_age(entry.time, now) if entry else None,
+        floor=reader.floor(),
+        snapshot=newest,
+        behind_snapshot=len(after) if newest is not None else 0,
+        chain_bytes=sum(p.manifest.totals.bytes for p in after) if newest is not None else 0,
+        delta_bytes=sum(e.size for e in reader.store.list(DATA_PREFIX)),
+        snapshot_bytes=sum(e.size for e in reader.store.list(SNAPSHOTS_PREFIX)),
+        readers=tuple(
+            ReaderStatus(r.reader, r.version, (head or 0) - r.version, r.time, _age(r.time, now))
+            for r in sorted(reader.readers(), key=lambda r: (r.version, r.reader))
+        ),
+    )
+
+
+def _age(time: str, now: datetime) -> float | None:
+    """Seconds from `time`, which another machine's clock said and nothing was checked about, to `now`."""
+    try:
+        then = datetime.fromisoformat(time)
+    except ValueError:
+        return None
+    return (now - (then if then.tzinfo else then.replace(tzinfo=UTC))).total_seconds()
+

@@ -1,0 +1,40 @@
+"""Telling the store which version is held, so that pruning spares what comes after it. Advisory: failing does no harm."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+
+from weightcast.manifest.commit import now
+from weightcast.manifest.store import Store
+from weightcast.schemas.errors import WeightcastError
+from weightcast.schemas.manifest import Reader
+from weightcast.schemas.names import READERS_PREFIX
+from weightcast.schemas.settings import SubscriberSettings
+
+log = logging.getLogger(__name__)
+
+
+class Lease:
+    """One subscriber's lease, renewed every `lease_s` seconds. A subscriber that may not write says so once and goes on."""
+
+    def __init__(self, store: Store, settings: SubscriberSettings) -> None:
+        self._store = store
+        self._enabled = settings.lease
+        self._every_s = settings.lease_s
+        self._id = uuid.uuid4().hex
+        self._renewed: float | None = None
+
+    def renew(self, version: int, *, force: bool = False) -> None:
+        """Say that `version` is held, if it is time to."""
+        due = self._renewed is None or time.monotonic() - self._renewed >= self._every_s
+        if not self._enabled or not (due or force):
+            return
+        self._renewed = time.monotonic()
+        try:
+            lease = Reader(reader=self._id, version=version, time=now())
+            self._store.put(f"{READERS_PREFIX}{self._id}.json", lease.encode())
+        except WeightcastError as error:
+            self._enabled = False
+            log.info("no lease, so pruning will not wait for this subscriber: %s", error)

@@ -1,0 +1,74 @@
+"""From verified rows to absolute values, several versions folded into one, without touching anything live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import numpy as np
+from weightcast.codec import Changes, Geometry, Memory
+from weightcast.manifest.chain import Position
+from weightcast.manifest.deltas import DeltaFetcher, collect, fold
+from weightcast.manifest.rebuild import digest_of, retained
+from weightcast.schemas.digest import Digest
+from weightcast.schemas.errors import Corrupt
+from weightcast.schemas.layout import Layout
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What leads from one version to a later one of the same layout: absolute values, proved by digest."""
+
+    position: Position
+    changes: Mapping[str, Changes]
+    versions: int
+
+
+def stage(
+    geometry: Geometry, base: Memory, at: Position, run: Sequence[Position], fetcher: DeltaFetcher, pool: Executor, max_bytes: int
+) -> Staged:
+    """Decode the versions of `run`, which follow `at` and share its layout, until `max_bytes` of changes are folded.
+
+    Args:
+        geometry: of that layout.
+        base: bits that were proved to be version `at`; only read.
+        at, run: where the base is, and the versions after it; at least one is staged.
+
+    Raises:
+        NotFound: a shard is gone.
+        Corrupt: a shard is damaged, or the outcome does not have the digest of its version.
+    """
+    folded: dict[str, Changes] = {}
+    done = 0
+    for number, position in enumerate(run):
+        if number + 1 < len(run):
+            fetcher.prefetch(run[number + 1].manifest)
+        changes, moved = collect(geometry, fetcher.rows(position.manifest), base, pool, folded)
+        if at.digest + moved != position.digest:
+            raise Corrupt(f"version {position.version} decodes to state {at.digest + moved}, its manifest says {position.digest}")
+        folded, at, done = fold(folded, changes), position, done + 1
+        if sum(c.positions.nbytes + c.values.nbytes for c in folded.values()) > max_bytes:
+            break
+    return Staged(at, folded, done)
+
+
+def stage_relaid(
+    before: Geometry, base: Memory, at: Position, position: Position, after: Layout, fetcher: DeltaFetcher, pool: Executor
+) -> tuple[Geometry, dict[str, Changes]]:
+    """The same for one version that changes the layout; tensors that are new to it are told from zeros.
+
+    Raises:
+        NotFound, Corrupt: as `stage`.
+    """
+    geometry = Geometry(after)
+    kept = set(retained(before.layout, after))
+    new = [spec for spec in after.stored if spec.name not in kept]
+    zeros = np.zeros(max([spec.nbytes for spec in new], default=0), np.uint8)  # untouched pages cost no memory
+    buffers = {spec.name: zeros[: spec.nbytes] for spec in new} | {name: base.tensor(name) for name in kept}
+    changes, moved = collect(geometry, fetcher.rows(position.manifest), Memory.over(geometry, buffers), pool, {})
+    lost = digest_of(before, base, [s.name for s in before.layout.stored if s.name not in kept], pool)
+    found: Digest = at.digest - lost + moved
+    if found != position.digest:
+        raise Corrupt(f"version {position.version} decodes to state {found}, its manifest says {position.digest}")
+    return geometry, changes

@@ -1,0 +1,197 @@
+"""Target: torch tensors of this process, on any device, changed in place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from weightcast.codec import Changes, FlatSpace, Geometry, Memory, gather, scatter
+from weightcast.manifest.chain import Position
+from weightcast.manifest.tensorfile import mapped, read_header
+from weightcast.schemas.dtypes import TORCH_NAMES
+from weightcast.schemas.errors import Corrupt, UsageError
+from weightcast.schemas.layout import Layout, TensorSpec
+from weightcast.schemas.wrappers import NameMap
+
+from .target import Mark, mark_of, restrict
+
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SIGNED: Final = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+class Tensors:
+    """Keeps a state dict's tensors at a version. Holds references; the tensors stay the caller's.
+
+    Host tensors that are contiguous are decoded against and written where they lie; others are copied to the host for
+    decoding and written by index. Between `patch` calls the tensors must not be changed by anybody else.
+
+    Args:
+        state_dict: names to tensors, as of `model.state_dict()`; wrapper prefixes are removed as a publisher does.
+        ignore: name patterns of tensors that the stream does not carry and that are left alone.
+    """
+
+    name = "tensors"
+    replaceable = True
+
+    def __init__(self, state_dict: Mapping[str, torch.Tensor], *, ignore: Collection[str] = ()) -> None:
+        names = NameMap()
+        self._tensors = {
+            names(name): tensor.detach()
+            for name, tensor in state_dict.items()
+            if not any(fnmatchcase(name, pattern) for pattern in ignore)
+        }
+        self._mark: Mark | None = None
+        self._found: tuple[str, dict[str, list[torch.Tensor]]] | None = None
+        self._lock = threading.RLock()
+
+    def exclusive(self) -> AbstractContextManager[Any]:
+        """See Target. Tensors belong to one process, so a lock will do."""
+        return self._lock
+
+    def recover(self) -> None:
+        """See Target. What a process left half done is gone with it."""
+
+    def mark(self) -> Mark | None:
+        """See Target."""
+        return self._mark
+
+    def adopt(self, position: Position, layout: Layout) -> None:
+        """See Target."""
+        self._mark = mark_of(position)
+
+    def tensors(self) -> Layout | None:
+        """See Target."""
+        return Layout.of(_spec(name, tensor) for name, tensor in self._tensors.items())
+
+    def workdir(self) -> Path | None:
+        """See Target."""
+        return None
+
+    def companions(self, files: Mapping[str, bytes]) -> None:
+        """See Target. Tensors have no files."""
+
+    def memory(self, geometry: Geometry) -> Memory:
+        """See Target. Tensors that lie elsewhere than in host memory are copied."""
+        memory = Memory.blank(geometry)
+        for name, (first, *_) in self._homes(geometry.layout).items():
+            host = first if _is_addressable(first) else first.cpu().contiguous()
+            memory.place(name, host.data_ptr() if host.numel() else 0, host)
+        return memory
+
+    def patch(self, geometry: Geometry, changes: Mapping[str, Changes], position: Position) -> None:
+        """See Target."""
+        homes = self._homes(geometry.layout)
+        for copy in range(max(map(len, homes.values()), default=0)):
+            present = {name: found[copy] for name, found in homes.items() if copy < len(found)}
+            for dtype, found in changes.items():
+                self._write(geometry[dtype], geometry, present, found)
+        self.adopt(position, geometry.layout)
+
+    def relay(self, before: Geometry, after: Geometry, changes: Mapping[str, Changes], position: Position) -> None:
+        """See Target. The tensors themselves must already have the new shapes."""
+        kept = set(before.layout.stored)
+        for name, homes in self._homes(after.layout).items():
+            if after.layout[name] not in kept:
+                for home in homes:
+                    _bits(home).zero_()
+        self.patch(after, changes, position)
+
+    def load(self, layout: Layout, weights: Sequence[Path], position: Position) -> None:
+        """See Target."""
+        homes = self._homes(layout)
+        for path in weights:
+            with mapped(path) as view:
+                for entry in read_header(path):
+                    source = np.array(view[entry.begin : entry.end]).view(_SIGNED[entry.spec.width])
+                    for home in homes[entry.spec.name]:
+                        _bits(home).copy_(torch.from_numpy(source).reshape(home.shape))
+        self.adopt(position, layout)
+
+    def _homes(self, layout: Layout) -> dict[str, list[torch.Tensor]]:
+        """For each stored tensor of `layout` the tensors here that hold it: one, or several if tied names are apart.
+
+        Raises:
+            UsageError: a tensor is missing here, has another dtype or shape, or is not in the layout.
+        """
+        if self._found is not None and self._found[0] == layout.sha256:
+            return self._found[1]
+        homes: dict[str, list[torch.Tensor]] = {spec.name: [] for spec in layout.stored}
+        for spec in layout:
+            tensor = self._tensors.get(spec.name)
+            if tensor is None:
+                continue
+            found = _spec(spec.name, tensor)
+            if (found.dtype, found.shape) != (spec.dtype, spec.shape):
+                raise UsageError(
+                    f"tensor {spec.name!r} is {found.dtype}{list(found.shape)} here and {spec.dtype}{list(spec.shape)} in the stream",
+                    hint="build the model with the stream's shapes",
+                )
+            same = homes[spec.tied_to or spec.name]
+            if all(_place(tensor) != _place(other) for other in same):
+                same.append(tensor)
+        missing = [name for name, found in homes.items() if not found]
+        places = {_place(t) for found in homes.values() for t in found}
+        unknown = [n for n, t in self._tensors.items() if n not in layout and _place(t) not in places]
+        if missing or unknown:
+            raise UsageError(
+                f"of {len(layout)} tensors in the stream {len(missing)} are missing here {missing[:5]}, "
+                f"and {len(unknown)} here are not in the stream {unknown[:5]}",
+                hint="pass the state dict of the same model, or name what to leave alone with ignore=",
+            )
+        self._found = (layout.sha256, homes)
+        return homes
+
+    def _write(self, space: FlatSpace, geometry: Geometry, homes: Mapping[str, torch.Tensor], changes: Changes) -> None:
+        """Write what concerns `homes`: in one go where memory can be addressed, tensor by tensor elsewhere."""
+        direct = [name for name in space.names if name in homes and _is_addressable(homes[name])]
+        memory = Memory.blank(geometry, writable=True)
+        for name in direct:
+            memory.place(name, homes[name].data_ptr() if homes[name].numel() else 0, homes[name])
+        mine = changes if len(direct) == len(space.names) else restrict(space, changes, direct)
+        scatter(space, memory, mine)
+        if not np.array_equal(gather(space, memory, mine.positions), mine.values):
+            raise Corrupt(f"tensors of dtype {space.dtype} do not hold what was written to them", hint="somebody else writes to them")
+        for name in space.names:
+            if name in homes and not _is_addressable(homes[name]):
+                first = int(space.starts[space.index[name]])
+                lo, hi = np.searchsorted(changes.positions, [first, first + homes[name].numel()])
+                if lo < hi:
+                    _write_by_index(name, homes[name], changes.positions[lo:hi] - first, changes.values[lo:hi])
+
+
+def _write_by_index(name: str, tensor: torch.Tensor, positions: Any, values: Any) -> None:
+    """Write through torch: any device, any strides."""
+    bits = _bits(tensor)
+    new = torch.from_numpy(values.view(_SIGNED[tensor.element_size()]).copy()).to(tensor.device)
+    if not tensor.dim():
+        bits.copy_(new.reshape(()))
+        return
+    index = tuple(torch.from_numpy(i).to(tensor.device) for i in np.unravel_index(positions, tuple(tensor.shape)))
+    bits[index] = new
+    if not torch.equal(bits[index], new):
+        raise Corrupt(f"tensor {name!r} does not hold what was written to it", hint="somebody else writes to it")
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    dtype = TORCH_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None or tensor.layout is not torch.strided or tensor.device.type == "meta":
+        raise UsageError(f"tensor {name!r} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; only dense tensors with data can be kept")
+    return TensorSpec(name, dtype, tuple(tensor.shape))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _is_addressable(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.device, tensor.data_ptr() if tensor.numel() else id(tensor), tuple(tensor.shape), tensor.stride())

@@ -1,0 +1,70 @@
+"""States of small layouts, and how the property tests of this folder run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import HealthCheck, settings
+
+from weightcast.codec import FlatSpace, Geometry, Memory
+from weightcast.schemas.layout import Layout, TensorSpec
+
+examples = settings(
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+"""Few examples, for the reference is slow, and no deadline, for kernels are compiled by the first one."""
+
+DTYPES = {1: "F8_E4M3", 2: "BF16", 4: "F32", 8: "F64"}
+"""A dtype of each width."""
+
+Bits = npt.NDArray[Any]
+
+
+def space_of(width: int, shapes: list[tuple[int, ...]]) -> FlatSpace:
+    """The space of tensors t00000, t00001 … of these shapes."""
+    specs = [TensorSpec(f"t{i:05d}", DTYPES[width], shape) for i, shape in enumerate(shapes)]
+    return Geometry(Layout.of(specs))[DTYPES[width]]
+
+
+def geometry_of(space: FlatSpace) -> Geometry:
+    """A geometry of this space alone."""
+    return Geometry(Layout.of(space.specs))
+
+
+def memory_of(space: FlatSpace, bits: Bits, *, lead: int | None = None) -> Memory:
+    """`bits` [elements] in memory of their own; if `lead` is given, each tensor apart and at an address off by it."""
+    geometry = geometry_of(space)
+    if lead is None:
+        memory = Memory.allocate(geometry)
+        memory.flat(space.dtype)[:] = bits
+        return memory
+    buffers = {}
+    for spec, start in zip(space.specs, space.starts, strict=False):
+        raw = np.zeros(spec.nbytes + lead, np.uint8)
+        part = raw[lead:].view(bits.dtype)
+        part[:] = bits[int(start) : int(start) + spec.elements]
+        buffers[spec.name] = part
+    return Memory.over(geometry, buffers)
+
+
+def bits_of(space: FlatSpace, memory: Memory) -> Bits:
+    """All bits of a space, in flat order."""
+    parts = [memory.tensor(name).ravel() for name in space.names]
+    return np.concatenate([np.zeros(0, f"u{space.width}"), *parts])
+
+
+def change(bits: Bits, density: float, rng: np.random.Generator, reach: int = 100) -> Bits:
+    """A copy of which about `density` changed, by up to `reach`, one in ten of them to anything."""
+    new = bits.copy()
+    at = np.flatnonzero(rng.random(len(bits)) < density)
+    new[at] += rng.integers(1, reach + 1, len(at)).astype(bits.dtype) * rng.choice([1, -1], len(at)).astype(bits.dtype)
+    wild = at[rng.random(len(at)) < 0.1]
+    new[wild] = rng.integers(0, 1 << 63, len(wild), dtype=np.uint64).astype(bits.dtype)
+    return new
+
+
+def random_bits(width: int, count: int, rng: np.random.Generator) -> Bits:
+    """Any bits."""
+    return np.frombuffer(rng.bytes(count * width), f"u{width}").copy()
