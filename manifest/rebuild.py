@@ -164,8 +164,6 @@ def _route(
     else:
         positions = read_chain(reader, choices[0].version if choices else version, version, pool)
     route = plan(held.version if held else None, version, usable_deltas(positions, floor), choices)
-    if route.snapshot is not None and held is not None and route.snapshot.version < held.version:
-        positions = read_chain(reader, route.snapshot.version, version, pool)
     return _Routed(route, positions)
 
 

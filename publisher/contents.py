@@ -45,8 +45,8 @@ class Contents(Mapping[str, Item]):
     """The tensors of a checkpoint whose files are held open, so that a deletion does no harm.
 
     Each tensor is read into memory of its own when it is asked for; only the caller keeps it. Going through
-    all of them ends with a check that no file was written to meanwhile. Before that, nothing that was read may
-    be committed.
+    all of them ends with a check that no file was written to meanwhile. Before that, nothing that was read
+    may be committed.
 
     Raises, when a tensor is read or at the end:
         Corrupt: a file was written to.

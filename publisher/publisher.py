@@ -14,9 +14,9 @@ from typing import Any, Final, Self
 
 from weightcast.manifest.chain import Position
 from weightcast.manifest.commit import Writer, create_stream
-from weightcast.manifest.snapshot import RESERVED_FILE_NAMES
 from weightcast.manifest.store import Store, open_store
 from weightcast.manifest.stream import StreamReader
+from weightcast.manifest.tensorfile import INDEX_NAME
 from weightcast.schemas.errors import Conflict, NotFound, StorageError, Untrusted, UsageError
 from weightcast.schemas.manifest import MAX_METADATA_BYTES, VersionManifest
 from weightcast.schemas.names import check_file_name
@@ -289,8 +289,8 @@ def _named(files: Mapping[str, bytes] | None) -> dict[str, bytes] | None:
     for name, data in (files or {}).items():
         if not isinstance(data, bytes):
             raise UsageError(f"companion file {name!r} is {type(data).__name__}, expected bytes")
-        if name in RESERVED_FILE_NAMES:
-            raise UsageError(f"companion file {name!r} has the name of a file that every snapshot has")
+        if name in (INDEX_NAME, "manifest.json") or name.endswith(".safetensors"):
+            raise UsageError(f"companion file {name!r} has the name of a file that snapshots write themselves")
         try:
             check_file_name(name)
         except Untrusted as error:
