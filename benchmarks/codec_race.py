@@ -57,7 +57,9 @@ def settled_step(layer: int) -> tuple[F32, F32]:
 def states(density: float, mib: int) -> tuple[U16, U16, float]:
     """bf16 bits before and after a step that changes `density` of them, and the share that really changed."""
     layers = [settled_step(i) for i in range(DISTINCT_LAYERS)]
-    master, direction = (np.concatenate([part[: 1 << 18] for part in parts]) for parts in zip(*layers, strict=True))
+    master, direction = (
+        np.concatenate([part[: 1 << 18] for part in parts]) for parts in zip(*layers, strict=True)
+    )
     low, high = 1e-9, 1e-2
     for _ in range(30):  # bisection in the exponent
         rate = (low * high) ** 0.5

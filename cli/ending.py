@@ -37,7 +37,9 @@ def report(kind: str, message: str, hint: str, *, json: bool, debug: bool) -> No
         if hint:
             sys.stderr.write(printable(f"weightcast: hint: {hint}", sys.stderr) + "\n")
         if json:
-            sys.stdout.write(jsonlib.dumps({"error": {"kind": kind, "message": message, "hint": hint}}) + "\n")
+            sys.stdout.write(
+                jsonlib.dumps({"error": {"kind": kind, "message": message, "hint": hint}}) + "\n"
+            )
             sys.stdout.flush()
 
 

@@ -13,7 +13,15 @@ from typing import Final, NoReturn
 import click
 from weightcast.schemas.errors import WeightcastError
 
-from .ending import INTERRUPTED, TERMINATED, OutputClosed, Terminated, configure_warnings, report, silence_stdout
+from .ending import (
+    INTERRUPTED,
+    TERMINATED,
+    OutputClosed,
+    Terminated,
+    configure_warnings,
+    report,
+    silence_stdout,
+)
 
 COMMANDS: Final[dict[str, str]] = {
     "publish": "Publish a checkpoint, or every checkpoint that a trainer writes.",
@@ -61,9 +69,23 @@ def _show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Show the version.")
-@click.option("--debug", is_flag=True, expose_value=False, help="On a failure write the traceback, too (also: WEIGHTCAST_DEBUG=1).")
+@click.group(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_show_version,
+    help="Show the version.",
+)
+@click.option(
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    help="On a failure write the traceback, too (also: WEIGHTCAST_DEBUG=1).",
+)
 def cli() -> None:
     """Carry the weights of a policy from a trainer to rollout engines, bit for bit, through shared storage alone.
 

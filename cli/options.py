@@ -70,11 +70,21 @@ def store_options(command: F) -> F:
 _STORE_OPTIONS = [
     click.option("--endpoint-url", metavar="URL", help="S3-compatible endpoint (also: AWS_ENDPOINT_URL)."),
     click.option("--region", help="S3 region (also: AWS_DEFAULT_REGION)."),
-    click.option("--addressing", type=click.Choice(["auto", "path", "virtual"]), help="Where S3 URLs have the bucket."),
-    click.option("--checksum", type=click.Choice(["auto", "when_required"]), help="Checksums of the S3 client."),
-    click.option("--connect-timeout", "connect_timeout_s", type=float, metavar="S", help="Seconds for one connection."),
-    click.option("--read-timeout", "read_timeout_s", type=float, metavar="S", help="Seconds for each wait for bytes."),
+    click.option(
+        "--addressing", type=click.Choice(["auto", "path", "virtual"]), help="Where S3 URLs have the bucket."
+    ),
+    click.option(
+        "--checksum", type=click.Choice(["auto", "when_required"]), help="Checksums of the S3 client."
+    ),
+    click.option(
+        "--connect-timeout", "connect_timeout_s", type=float, metavar="S", help="Seconds for one connection."
+    ),
+    click.option(
+        "--read-timeout", "read_timeout_s", type=float, metavar="S", help="Seconds for each wait for bytes."
+    ),
     click.option("--max-attempts", type=int, metavar="N", help="Tries of one request."),
-    click.option("--deadline", "deadline_s", type=float, metavar="S", help="Seconds for a request with all its tries."),
+    click.option(
+        "--deadline", "deadline_s", type=float, metavar="S", help="Seconds for a request with all its tries."
+    ),
     click.option("--debug", is_flag=True, expose_value=False, help="On a failure write the traceback, too."),
 ]

@@ -212,7 +212,9 @@ def _whole(space: FlatSpace, old: Memory, interval: Interval, found: _Found, lev
         TAGS[space.width],
     )
     values[found.positions] = found.news
-    return _Planes("whole", interval.length, interval.length, escapes=compress_plane(values, level, noisy=False))
+    return _Planes(
+        "whole", interval.length, interval.length, escapes=compress_plane(values, level, noisy=False)
+    )
 
 
 def gap_shift(length: int, count: int) -> int:

@@ -111,7 +111,9 @@ def prefetch(typingctx: Any, address: Any) -> Any:
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [builder.inttoptr(args[0], byte), word(0), word(3), word(1)])  # read, keep, data
+        builder.call(
+            function, [builder.inttoptr(args[0], byte), word(0), word(3), word(1)]
+        )  # read, keep, data
         return context.get_dummy_value()
 
     return types.void(types.uint64), codegen

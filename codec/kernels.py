@@ -13,7 +13,21 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .jit import GOLDEN, GROUP, LANES, MIX1, MIX2, differ, kernel, load, prefetch, store, trailing_zeros, weigh, width
+from .jit import (
+    GOLDEN,
+    GROUP,
+    LANES,
+    MIX1,
+    MIX2,
+    differ,
+    kernel,
+    load,
+    prefetch,
+    store,
+    trailing_zeros,
+    weigh,
+    width,
+)
 
 BLOCK_BYTES: Final = 1024
 """Bytes digested, then compared with the other side's. While a block is digested, the next one and the other side's
@@ -96,7 +110,9 @@ def compare_run(
     for group in range(0, count - GROUP + 1, GROUP):
         mask = differ(old + np.uint64(group * width(tag)), new + np.uint64(group * width(tag)), tag)
         turn = 0
-        while turn < 2 or mask != np.uint64(0):  # two turns without a look: cheaper than a branch that nobody predicts
+        while turn < 2 or mask != np.uint64(
+            0
+        ):  # two turns without a look: cheaper than a branch that nobody predicts
             i = group + trailing_zeros(mask | np.uint64(1 << 63))
             a = load(old + np.uint64(i * width(tag)), tag)
             b = load(new + np.uint64(i * width(tag)), tag)

@@ -117,8 +117,12 @@ def commit(store: Store, manifest: VersionManifest) -> Position:
     data = manifest.encode()
     key = version_key(manifest.version)
     if len(data) > MAX_MANIFEST_BYTES:
-        raise UsageError(f"the manifest of version {manifest.version} has {len(data)} bytes, at most {MAX_MANIFEST_BYTES} are read")
-    decode(VersionManifest, data, key)  # what no reader would accept must not be committed: it could never be taken back
+        raise UsageError(
+            f"the manifest of version {manifest.version} has {len(data)} bytes, at most {MAX_MANIFEST_BYTES} are read"
+        )
+    decode(
+        VersionManifest, data, key
+    )  # what no reader would accept must not be committed: it could never be taken back
     if not store.create(key, data):
         raise Conflict(
             f"version {manifest.version} was committed by {_who(store, key)}; this is {manifest.writer!r} run {manifest.run}",

@@ -95,7 +95,9 @@ class DeltaFetcher:
     def _fetch(self, ref: ShardRef) -> list[Row]:
         rows = decode_shard(self._store.fetch(ref.key, size=ref.size, sha256=ref.sha256), ref.key)
         if len(rows) != ref.rows or sum(r.count for r in rows) != ref.changed:
-            raise Corrupt(f"shard {ref.key} has {len(rows)} rows, its manifest says {ref.rows}, or another number of changes")
+            raise Corrupt(
+                f"shard {ref.key} has {len(rows)} rows, its manifest says {ref.rows}, or another number of changes"
+            )
         return rows
 
 
@@ -169,4 +171,6 @@ def _map_ahead(pool: Executor, call: Callable[[A], B], items: Iterable[A]) -> It
 
 def _concatenate(dtype: str, parts: list[Changes]) -> Changes:
     parts.sort(key=lambda c: int(c.positions[0]))
-    return Changes(dtype, np.concatenate([c.positions for c in parts]), np.concatenate([c.values for c in parts]))
+    return Changes(
+        dtype, np.concatenate([c.positions for c in parts]), np.concatenate([c.values for c in parts])
+    )

@@ -61,7 +61,9 @@ def export(
     named = list(zip(file_names(len(groups)), groups, strict=True))
     taken = {INDEX_NAME, *(name for name, _ in named)}.intersection(files)
     if taken:
-        raise UsageError(f"the version has a companion file {min(taken)!r}, which is the name of a weight file")
+        raise UsageError(
+            f"the version has a companion file {min(taken)!r}, which is the name of a weight file"
+        )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
@@ -90,9 +92,13 @@ def check_free(folder: Path, *, replace: bool = False) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not replace:
-        raise UsageError(f"{folder} is not empty", hint="name a new folder, or use --force to replace a checkpoint")
+        raise UsageError(
+            f"{folder} is not empty", hint="name a new folder, or use --force to replace a checkpoint"
+        )
     if not (folder / INDEX_NAME).is_file() and not (folder / SINGLE_NAME).is_file():
-        raise UsageError(f"{folder} holds no safetensors checkpoint, so it is not replaced", hint="name a new folder")
+        raise UsageError(
+            f"{folder} holds no safetensors checkpoint, so it is not replaced", hint="name a new folder"
+        )
 
 
 def fetch_files(reader: StreamReader, ref: ObjectRef | None) -> dict[str, bytes]:
@@ -105,7 +111,9 @@ def fetch_files(reader: StreamReader, ref: ObjectRef | None) -> dict[str, bytes]
     found = {}
     for file in reader.files(ref).files:
         if file.size > MAX_FILE_BYTES:
-            raise UsageError(f"companion file {file.name!r} has {file.size} bytes, at most {MAX_FILE_BYTES} are read")
+            raise UsageError(
+                f"companion file {file.name!r} has {file.size} bytes, at most {MAX_FILE_BYTES} are read"
+            )
         found[file.name] = reader.store.fetch(file_key(file.sha256), size=file.size, sha256=file.sha256)
     return found
 

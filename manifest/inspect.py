@@ -308,4 +308,3 @@ def _age(time: str, now: datetime) -> float | None:
     except ValueError:
         return None
     return (now - (then if then.tzinfo else then.replace(tzinfo=UTC))).total_seconds()
-

@@ -61,7 +61,12 @@ def rebuild_all(reader: StreamReader, chain: Chain, snapshots: Mapping[int, str]
 
 
 def _forward(
-    reader: StreamReader, chain: Chain, state: State, position: Position, fetcher: DeltaFetcher, pool: Executor
+    reader: StreamReader,
+    chain: Chain,
+    state: State,
+    position: Position,
+    fetcher: DeltaFetcher,
+    pool: Executor,
 ) -> State | None:
     try:
         return advance(reader, state, position, fetcher, pool)
@@ -86,5 +91,3 @@ def _note_gap(findings: Findings, lost: list[int]) -> None:
     if lost:
         which = f"version {lost[0]}" if len(lost) == 1 else f"versions {lost[0]} to {lost[-1]}"
         findings.add(lost[0], which, Gap(f"{which} cannot be rebuilt from what the store holds"))
-
-

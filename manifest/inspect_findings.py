@@ -102,5 +102,7 @@ class Findings:
     def problems(self) -> tuple[Problem, ...]:
         """All of them, by version and object."""
         return tuple(
-            sorted(self._problems, key=lambda p: (-1 if p.version is None else p.version, p.object, p.message))
+            sorted(
+                self._problems, key=lambda p: (-1 if p.version is None else p.version, p.object, p.message)
+            )
         )

@@ -87,7 +87,9 @@ class SnapshotCheck:
 
         def one(ref: FileRef) -> list[TensorSpec]:
             path = folder / ref.name
-            self._reader.store.download(f"{snapshot.folder}/{ref.name}", path, size=ref.size, sha256=ref.sha256)
+            self._reader.store.download(
+                f"{snapshot.folder}/{ref.name}", path, size=ref.size, sha256=ref.sha256
+            )
             specs = [e.spec for e in read_header(path)] if ref in weights else []
             if not self._deep or ref not in weights:
                 path.unlink()
@@ -105,7 +107,9 @@ class SnapshotCheck:
                     self._findings.add(position.version, f"{snapshot.folder}/{ref.name}", error)
         if whole and sorted(found, key=lambda s: (s.dtype, s.name)) != list(layout.stored):
             whole = False
-            error = Corrupt("the snapshot's weight files do not hold exactly the tensors of the version's layout")
+            error = Corrupt(
+                "the snapshot's weight files do not hold exactly the tensors of the version's layout"
+            )
             self._findings.add(position.version, snapshot_manifest_key(snapshot.folder), error)
         return whole
 

@@ -63,7 +63,9 @@ def verify(
     check = _Check(reader, findings, threads)
     if last is not None:
         check.chain_and_shards(last)
-        good = SnapshotCheck(reader, findings, threads, deep=deep).run(check.named_snapshots, check.floor, last)
+        good = SnapshotCheck(reader, findings, threads, deep=deep).run(
+            check.named_snapshots, check.floor, last
+        )
         if deep:
             from .inspect_deep import rebuild_all
 

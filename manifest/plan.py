@@ -41,7 +41,9 @@ def plan(
         Gap: no route; names the first version that cannot be had.
     """
     starts = {s.version: s for s in sorted(snapshots, key=lambda s: -s.bytes) if s.version <= head}
-    best: tuple[int, int, SnapshotChoice | None] | None = None  # bytes, first version before the deltas, snapshot
+    best: tuple[int, int, SnapshotChoice | None] | None = (
+        None  # bytes, first version before the deltas, snapshot
+    )
     suffix, at = 0, head  # `suffix`: bytes of the deltas from `at`, exclusive, to the head
     while True:
         here: list[SnapshotChoice | None] = [None] if at == current else []
@@ -53,7 +55,11 @@ def plan(
             break
         suffix, at = suffix + delta_bytes[at], at - 1
     if best is None:
-        raise _gap(max([v for v in (current, *starts) if v is not None and v <= head], default=None), head, delta_bytes)
+        raise _gap(
+            max([v for v in (current, *starts) if v is not None and v <= head], default=None),
+            head,
+            delta_bytes,
+        )
     return Route(best[2], tuple(range(best[1] + 1, head + 1)), best[0])
 
 
@@ -62,4 +68,7 @@ def _gap(start: int | None, head: int, delta_bytes: Mapping[int, int]) -> Gap:
     if start is None:
         return Gap(f"there is no snapshot that leads to version {head}", hint=hint)
     lost = next(v for v in range(start + 1, head + 1) if v not in delta_bytes)
-    return Gap(f"version {lost} is not available as a delta and no snapshot leads past it to version {head}", hint=hint)
+    return Gap(
+        f"version {lost} is not available as a delta and no snapshot leads past it to version {head}",
+        hint=hint,
+    )

@@ -97,9 +97,7 @@ def read_chain(
     return positions
 
 
-def rebuild(
-    reader: StreamReader, version: int, pool: Executor, *, start: State | None = None
-) -> State:
+def rebuild(reader: StreamReader, version: int, pool: Executor, *, start: State | None = None) -> State:
     """The tensors of `version`.
 
     Args:
@@ -157,7 +155,9 @@ def _route(
     """Plan from what is held, or from the newest snapshot that is not to be avoided."""
     floor = reader.floor()
     if held is not None and not floor <= held.version <= version:
-        held = None  # below the floor there are no deltas to go on with; beyond the version there is no way back
+        held = (
+            None  # below the floor there are no deltas to go on with; beyond the version there is no way back
+        )
     choices = snapshot_choices(reader, version, limit=1, avoid=avoid)
     if held is not None:
         positions = [held, *read_chain(reader, held.version + 1, version, pool, at=held)]
@@ -184,7 +184,9 @@ def copy_file(path: Path, layout: Layout, memory: Memory) -> None:
         for entry in entries:
             name = entry.spec.name
             if name not in layout or layout[name] != entry.spec:
-                raise Corrupt(f"{path.name} has tensor {name!r} {entry.spec.dtype}{list(entry.spec.shape)}, which the layout does not list so")
+                raise Corrupt(
+                    f"{path.name} has tensor {name!r} {entry.spec.dtype}{list(entry.spec.shape)}, which the layout does not list so"
+                )
             target = memory.tensor(name).reshape(-1)
             target[:] = np.frombuffer(view, target.dtype, len(target), entry.begin)
 
@@ -197,11 +199,15 @@ def proved(state: State, pool: Executor) -> State:
     """
     found = digest_all(state.geometry, state.memory, pool)
     if found != state.position.digest:
-        raise Corrupt(f"version {state.position.version} rebuilt has state {found}, its manifest says {state.position.digest}")
+        raise Corrupt(
+            f"version {state.position.version} rebuilt has state {found}, its manifest says {state.position.digest}"
+        )
     return state
 
 
-def advance(reader: StreamReader, state: State, position: Position, fetcher: DeltaFetcher, pool: Executor) -> State:
+def advance(
+    reader: StreamReader, state: State, position: Position, fetcher: DeltaFetcher, pool: Executor
+) -> State:
     """Apply one delta to a state that nobody serves from; the old state must not be used again."""
     manifest = position.manifest
     geometry, memory = state.geometry, state.memory
@@ -211,7 +217,9 @@ def advance(reader: StreamReader, state: State, position: Position, fetcher: Del
         memory, lost = carry_over(state, geometry, pool)
     moved = apply_directly(geometry, fetcher.rows(manifest), memory, pool)
     if state.position.digest - lost + moved != position.digest:
-        raise Corrupt(f"version {position.version} rebuilt has state {state.position.digest - lost + moved}, its manifest says {position.digest}")
+        raise Corrupt(
+            f"version {position.version} rebuilt has state {state.position.digest - lost + moved}, its manifest says {position.digest}"
+        )
     return State(position, geometry, memory)
 
 
@@ -245,7 +253,9 @@ def digest_of(geometry: Geometry, memory: Memory, names: Sequence[str], pool: Ex
     def one(name: str) -> Digest:
         spec = geometry.layout[name]
         space = geometry[spec.dtype]
-        return digest(space, memory, Interval(spec.dtype, int(space.starts[space.index[name]]), spec.elements))
+        return digest(
+            space, memory, Interval(spec.dtype, int(space.starts[space.index[name]]), spec.elements)
+        )
 
     total = Digest()
     for part in pool.map(one, [n for n in names if geometry.layout[n].elements]):

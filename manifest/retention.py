@@ -110,7 +110,9 @@ def prune(
 
     def plan() -> PrunePlan:
         moment = clock()  # before the listing, so that nothing written meanwhile can be old
-        return plan_prune(survey_store(reader), keep=keep, now=moment, orphan_age_s=orphan_age_s, lease_age_s=lease_age_s)
+        return plan_prune(
+            survey_store(reader), keep=keep, now=moment, orphan_age_s=orphan_age_s, lease_age_s=lease_age_s
+        )
 
     first = plan()
     if dry_run:
@@ -126,12 +128,16 @@ def _raise_floor(reader: StreamReader, floor: int) -> None:
         reader.store.put(FLOOR_KEY, Floor(version=floor, time=time_for_people()).encode())
 
 
-def _wait(reader: StreamReader, grace_s: float, sleep: Callable[[float], None], clock: Callable[[], datetime]) -> None:
+def _wait(
+    reader: StreamReader, grace_s: float, sleep: Callable[[float], None], clock: Callable[[], datetime]
+) -> None:
     """Return once `floor.json` is `grace_s` old. After an interrupted run it may be so already."""
     while True:
         entry = next((e for e in reader.store.list(FLOOR_KEY) if e.key == FLOOR_KEY), None)
         if entry is None or entry.modified is None:
-            raise StorageError(f"{reader.store.url}: expected {FLOOR_KEY} with a modification time in a listing, found none")
+            raise StorageError(
+                f"{reader.store.url}: expected {FLOOR_KEY} with a modification time in a listing, found none"
+            )
         left = grace_s - (clock() - entry.modified).total_seconds()
         if left <= 0:
             return
@@ -149,7 +155,10 @@ def _delete(reader: StreamReader, first: PrunePlan, second: PrunePlan) -> PruneR
     done = [d for d in second.deletions if d.key in announced]
     for i, deletion in enumerate(done):
         if i % _FLOOR_CHECK_EVERY == 0 and reader.floor() < first.floor:
-            raise Conflict(f"{FLOOR_KEY} sank below {first.floor} meanwhile", hint="run one pruner at a time, and prune again")
+            raise Conflict(
+                f"{FLOOR_KEY} sank below {first.floor} meanwhile",
+                hint="run one pruner at a time, and prune again",
+            )
         reader.store.delete(deletion.key)
     plan = PrunePlan(second.head, first.floor_before, first.floor, first.held_by, tuple(done))
     return PruneResult(plan, False, len(done), plan.bytes)
@@ -159,7 +168,9 @@ def survey_store(reader: StreamReader) -> Survey:
     """Look at everything that pruning needs. The head comes after the listing: what is committed meanwhile is known as such."""
     floor = reader.floor()
     leases = [e for e in reader.store.list(READERS_PREFIX) if is_reader_key(e.key)]
-    entries = [e for prefix in (DATA_PREFIX, SNAPSHOTS_PREFIX, PROBE_PREFIX) for e in reader.store.list(prefix)]
+    entries = [
+        e for prefix in (DATA_PREFIX, SNAPSHOTS_PREFIX, PROBE_PREFIX) for e in reader.store.list(prefix)
+    ]
     newest = reader.head()
     head = -1 if newest is None else newest
     versions = sorted({v for v in map(_version_of, entries) if v is not None and v <= head})

@@ -107,7 +107,12 @@ class PrunePlan:
 
 
 def plan_prune(
-    survey: Survey, *, keep: int, now: datetime, orphan_age_s: float = ORPHAN_AGE_S, lease_age_s: float = LEASE_AGE_S
+    survey: Survey,
+    *,
+    keep: int,
+    now: datetime,
+    orphan_age_s: float = ORPHAN_AGE_S,
+    lease_age_s: float = LEASE_AGE_S,
 ) -> PrunePlan:
     """Decide the floor and what goes. Pure.
 
@@ -122,7 +127,9 @@ def plan_prune(
         UsageError: `keep` or an age is out of bounds.
     """
     if keep < 1 or orphan_age_s < 0 or lease_age_s < 0:
-        raise UsageError(f"keep is {keep}, expected at least 1; ages are {orphan_age_s} s and {lease_age_s} s, expected 0 or more")
+        raise UsageError(
+            f"keep is {keep}, expected at least 1; ages are {orphan_age_s} s and {lease_age_s} s, expected 0 or more"
+        )
     alive = now - timedelta(seconds=lease_age_s)
     leases = [x for x in survey.leases if x.modified is None or x.modified > alive]
     floor, held_by = _raised(survey, keep, leases)
@@ -174,7 +181,12 @@ class _Sweeper:
             return self._why_shard(entry, version)
         if is_probe_key(entry.key) and self._is_old(entry):
             return "left over from a probe"
-        if is_reader_key(entry.key) and self._is_old(entry) and entry.modified is not None and entry.modified < self._alive:
+        if (
+            is_reader_key(entry.key)
+            and self._is_old(entry)
+            and entry.modified is not None
+            and entry.modified < self._alive
+        ):
             return "lease of a reader that is gone"
         return ""
 

@@ -48,7 +48,9 @@ def write_snapshot(
     named = list(zip(file_names(len(groups)), groups, strict=True))
     taken = {INDEX_NAME, "manifest.json", *(name for name, _ in named)} & files.keys()
     if taken:
-        raise UsageError(f"a companion file may not be called {min(taken)!r}: the snapshot has one of its own")
+        raise UsageError(
+            f"a companion file may not be called {min(taken)!r}: the snapshot has one of its own"
+        )
     weights = []
     for name, specs in named:
         size, sha256 = store.put_stream(f"{folder}/{name}", _file_pieces(specs, read))

@@ -77,7 +77,9 @@ class StreamReader:
         try:
             data = store.get(STREAM_KEY, max_bytes=MAX_HINT_BYTES)
         except NotFound as error:
-            raise NotFound(f"no stream at {store.url}", hint="check the URL, or publish a first version there") from error
+            raise NotFound(
+                f"no stream at {store.url}", hint="check the URL, or publish a first version there"
+            ) from error
         return cls(store, decode(Stream, data, STREAM_KEY))
 
     def chain(self, at: Position | None = None) -> TrustedChain:
@@ -99,7 +101,9 @@ class StreamReader:
         """
         data = self.manifest_bytes(version)
         if data is None:
-            raise NotFound(f"version {version} does not exist in {self.store.url}", hint="weightcast log shows what does")
+            raise NotFound(
+                f"version {version} does not exist in {self.store.url}", hint="weightcast log shows what does"
+            )
         return self.chain().anchor(data, version)
 
     def manifest(self, version: int) -> VersionManifest:
@@ -149,7 +153,9 @@ class StreamReader:
             found = self._layouts.get(ref.sha256)
         if found is None:
             if ref.size > MAX_LAYOUT_BYTES:
-                raise Untrusted(f"layout {ref.sha256} claims {ref.size} bytes, at most {MAX_LAYOUT_BYTES} are read")
+                raise Untrusted(
+                    f"layout {ref.sha256} claims {ref.size} bytes, at most {MAX_LAYOUT_BYTES} are read"
+                )
             key = layout_key(ref.sha256)
             found = Layout.decode(self.store.fetch(key, size=ref.size, sha256=ref.sha256), key)
             with self._lock:
@@ -161,7 +167,9 @@ class StreamReader:
         if ref is None:
             return FileList(files=[])
         if ref.key != file_key(ref.sha256) or ref.size > MAX_MANIFEST_BYTES:
-            raise Untrusted(f"file list {ref.key!r} is not content-addressed, or too large ({ref.size} bytes)")
+            raise Untrusted(
+                f"file list {ref.key!r} is not content-addressed, or too large ({ref.size} bytes)"
+            )
         return decode(FileList, self.store.fetch(ref.key, size=ref.size, sha256=ref.sha256), ref.key)
 
     def snapshot_keys(self) -> list[tuple[int, str]]:
@@ -196,11 +204,21 @@ class StreamReader:
         sha256 = hashlib.sha256(data).hexdigest()
         expected = position.manifest
         if (manifest.stream, manifest.version) != (expected.stream, expected.version):
-            raise Untrusted(f"{key} is of stream {manifest.stream} version {manifest.version}, expected {expected.stream} version {expected.version}")
+            raise Untrusted(
+                f"{key} is of stream {manifest.stream} version {manifest.version}, expected {expected.stream} version {expected.version}"
+            )
         if manifest.digest != expected.digest_after or manifest.layout != expected.layout:
-            raise Untrusted(f"{key} holds state {manifest.digest}, version {expected.version} has {expected.digest_after}")
-        if expected.snapshot is not None and expected.snapshot.key == key and expected.snapshot.sha256 != sha256:
-            raise Untrusted(f"{key} has SHA-256 {sha256}, version {expected.version} names {expected.snapshot.sha256}")
+            raise Untrusted(
+                f"{key} holds state {manifest.digest}, version {expected.version} has {expected.digest_after}"
+            )
+        if (
+            expected.snapshot is not None
+            and expected.snapshot.key == key
+            and expected.snapshot.sha256 != sha256
+        ):
+            raise Untrusted(
+                f"{key} has SHA-256 {sha256}, version {expected.version} names {expected.snapshot.sha256}"
+            )
         return Snapshot(key.rpartition("/")[0], manifest, sha256)
 
     def own_snapshot(self, position: Position) -> Snapshot | None:

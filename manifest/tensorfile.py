@@ -65,13 +65,19 @@ def _parse_header(path: Path, size: int, body: int, raw: bytes) -> list[Entry]:
         for name, item in header.items():
             begin, end = item["data_offsets"]
             dtype, shape = item["dtype"], tuple(item["shape"])
-            sound = len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 63 for n in (begin, end, *shape))
+            sound = len(shape) <= MAX_DIMENSIONS and all(
+                type(n) is int and 0 <= n < 1 << 63 for n in (begin, end, *shape)
+            )
             if not sound:
-                raise ValueError(f"tensor {name!r} has an impossible shape or data_offsets: {str(item)[:120]}")
+                raise ValueError(
+                    f"tensor {name!r} has an impossible shape or data_offsets: {str(item)[:120]}"
+                )
             width = width_of(dtype, name)
             spec = TensorSpec(check_tensor_name(name), dtype, shape)
             if spec.elements * width != end - begin:
-                raise ValueError(f"tensor {name!r} has {end - begin} bytes, {dtype}{list(shape)} needs {spec.elements * width}")
+                raise ValueError(
+                    f"tensor {name!r} has {end - begin} bytes, {dtype}{list(shape)} needs {spec.elements * width}"
+                )
             entries.append(Entry(spec, body + begin, body + end))
     except WeightcastError:
         raise
@@ -81,10 +87,15 @@ def _parse_header(path: Path, size: int, body: int, raw: bytes) -> list[Entry]:
     position = body
     for entry in entries:
         if entry.begin != position:
-            raise Corrupt(f"{path}: tensor {entry.spec.name!r} begins at byte {entry.begin}, expected {position}")
+            raise Corrupt(
+                f"{path}: tensor {entry.spec.name!r} begins at byte {entry.begin}, expected {position}"
+            )
         position = entry.end
     if position != size:
-        raise Corrupt(f"{path} has {size} bytes, its header promises {position}", hint="the file is cut or still being written")
+        raise Corrupt(
+            f"{path} has {size} bytes, its header promises {position}",
+            hint="the file is cut or still being written",
+        )
     return entries
 
 
@@ -113,7 +124,9 @@ def _what_is_it(path: Path, size: int, start: bytes, length: int) -> str:
         return f"{path} is a web page or XML answer ({size} bytes), not a safetensors file"
     if MAX_HEADER_BYTES < length <= size - 8:
         return f"{path} has a safetensors header of {length} bytes, at most {MAX_HEADER_BYTES} are read"
-    return f"{path} has {size} bytes, too few for the {length + 8} bytes that its safetensors header would take"
+    return (
+        f"{path} has {size} bytes, too few for the {length + 8} bytes that its safetensors header would take"
+    )
 
 
 @contextmanager
@@ -128,7 +141,11 @@ def encode_header(specs: Sequence[TensorSpec]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for spec in specs:
-        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, position + spec.nbytes]}
+        header[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [position, position + spec.nbytes],
+        }
         position += spec.nbytes
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     raw += b" " * (-len(raw) % 8)

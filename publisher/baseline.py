@@ -93,11 +93,15 @@ class Baseline:
         """
         changes, moved = collect(self.geometry, rows, self.state.memory, pool, {})
         if self.position.digest + moved != position.digest:
-            raise Corrupt(f"the baseline would be {self.position.digest + moved} after version {position.version}, committed was {position.digest}")
+            raise Corrupt(
+                f"the baseline would be {self.position.digest + moved} after version {position.version}, committed was {position.digest}"
+            )
         view = self._view  # its owner may close and forget it at any time
         for dtype, found in changes.items():
             if view is not None:
-                view.keep(dtype, found.positions, gather(self.geometry[dtype], self.state.memory, found.positions))
+                view.keep(
+                    dtype, found.positions, gather(self.geometry[dtype], self.state.memory, found.positions)
+                )
             scatter(self.geometry[dtype], self.state.memory, found)
         self.state = State(position, self.geometry, self.state.memory)
 
@@ -165,5 +169,3 @@ class View:
             self._undo = {}
             self._room.notify_all()
         self._baseline._forget(self)
-
-

@@ -138,7 +138,9 @@ def capture_fresh(found: Iterable[Item], label: Label, pool: Executor) -> Captur
 class DeltaCapture:
     """Compares a source with a baseline that holds still meanwhile, and fills a `Capture`."""
 
-    def __init__(self, capture: Capture, state: State, pool: Executor, *, row_elements: int, level: int) -> None:
+    def __init__(
+        self, capture: Capture, state: State, pool: Executor, *, row_elements: int, level: int
+    ) -> None:
         capture.base = state.position.sha256
         self._capture = capture
         self._state = state
@@ -172,14 +174,20 @@ class DeltaCapture:
         """Deal with one item, at once if it will not last."""
         spec = item.spec
         again = item.tie is not None and item.tie in self._done.values()
-        if not item.lasting and not again and self._known.get(spec.name) == spec and spec.elements >= SMALL_ELEMENTS:
+        if (
+            not item.lasting
+            and not again
+            and self._known.get(spec.name) == spec
+            and spec.elements >= SMALL_ELEMENTS
+        ):
             memory = Memory.blank(self._state.geometry)
             memory.place(spec.name, item.address, item.owner)
             space = self._state.geometry[spec.dtype]
             first = int(space.starts[space.index[spec.name]])
             step = self._row_elements
             slices = [
-                Interval(spec.dtype, first + at, min(step, spec.elements - at)) for at in range(0, spec.elements, step)
+                Interval(spec.dtype, first + at, min(step, spec.elements - at))
+                for at in range(0, spec.elements, step)
             ]
             self._encode(self._state.geometry, memory, self._state.memory, slices)
             self._done[spec.name] = item.tie
@@ -198,12 +206,18 @@ class DeltaCapture:
             if layout[name].tied_to is None:
                 new.place(name, item.address, item.owner)
         old = _old_bits(state, geometry) if capture.relaid else state.memory
-        rest = [i for i in geometry.intervals(self._row_elements) if geometry[i.dtype].describe(i).tensor not in self._done]
+        rest = [
+            i
+            for i in geometry.intervals(self._row_elements)
+            if geometry[i.dtype].describe(i).tensor not in self._done
+        ]
         self._encode(geometry, new, old, rest)
         lost = Digest()
         if capture.relaid:
             kept = set(retained(state.layout, layout))
-            lost = digest_of(state.geometry, state.memory, [n for n in self._known if n not in kept], self._pool)
+            lost = digest_of(
+                state.geometry, state.memory, [n for n in self._known if n not in kept], self._pool
+            )
         expected = state.position.digest - lost + self._moved
         if expected != capture.after:
             raise Corrupt(
@@ -224,33 +238,53 @@ class DeltaCapture:
 
 def _refuse_twice(item: Item, taken: Collection[str]) -> None:
     if item.spec.name in taken:
-        raise UsageError(f"not published, since tensor {item.spec.name!r} comes twice", hint="publish every tensor once")
+        raise UsageError(
+            f"not published, since tensor {item.spec.name!r} comes twice", hint="publish every tensor once"
+        )
 
 
-def _next_layout(before: Layout, every: Sequence[Item], ties: Mapping[str, str], drop: Collection[str]) -> Layout:
+def _next_layout(
+    before: Layout, every: Sequence[Item], ties: Mapping[str, str], drop: Collection[str]
+) -> Layout:
     """The layout of the tensors found, after checking that they cover the layout before."""
     specs = {i.spec.name: replace(i.spec, tied_to=ties.get(i.spec.name)) for i in every}
     for spec in before:  # a second name that this source does not list stays tied to the first
         if spec.name not in specs and spec.tied_to in specs and spec.name not in drop:
             target = specs[spec.tied_to]
-            specs[spec.name] = TensorSpec(spec.name, target.dtype, target.shape, target.tied_to or target.name)
+            specs[spec.name] = TensorSpec(
+                spec.name, target.dtype, target.shape, target.tied_to or target.name
+            )
     missing = [s.name for s in before if s.name not in specs and s.name not in drop]
     if missing:
-        raise UsageError(f"not published, since the last version has tensors that are missing now: {_some(missing)}", hint="publish every tensor, or name those to drop")
-    empty = [n for n, s in specs.items() if s.shape == (0,) and n in before and before[n].elements and n not in drop]
+        raise UsageError(
+            f"not published, since the last version has tensors that are missing now: {_some(missing)}",
+            hint="publish every tensor, or name those to drop",
+        )
+    empty = [
+        n
+        for n, s in specs.items()
+        if s.shape == (0,) and n in before and before[n].elements and n not in drop
+    ]
     if empty:
-        raise UsageError(f"not published, since tensors that had data are empty placeholders now: {_some(empty)}", hint="gather the parameters before they are published")
+        raise UsageError(
+            f"not published, since tensors that had data are empty placeholders now: {_some(empty)}",
+            hint="gather the parameters before they are published",
+        )
     return Layout.of(specs.values())
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(repr(n) for n in names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return ", ".join(repr(n) for n in names[:10]) + (
+        f" and {len(names) - 10} more" if len(names) > 10 else ""
+    )
 
 
 def _old_bits(state: State, geometry: Geometry) -> Memory:
     """The baseline under another layout: kept tensors where they are, zeros for all others (format: base rule)."""
     kept = set(retained(state.layout, geometry.layout))
     new = [spec for spec in geometry.layout.stored if spec.name not in kept]
-    zeros = np.zeros(max([spec.nbytes for spec in new], default=0), np.uint8)  # untouched pages cost no memory
+    zeros = np.zeros(
+        max([spec.nbytes for spec in new], default=0), np.uint8
+    )  # untouched pages cost no memory
     buffers: dict[str, Any] = {spec.name: zeros[: spec.nbytes] for spec in new}
     return Memory.over(geometry, buffers | {name: state.memory.tensor(name) for name in kept})

@@ -30,7 +30,9 @@ class Follower:
             raise UsageError("a delta needs a baseline")
         return self._keeper.settle(State(position, capture.geometry, capture.fresh))
 
-    def move(self, baseline: Baseline, capture: Capture, position: Position, waiting: Capture | None) -> Capture | None:
+    def move(
+        self, baseline: Baseline, capture: Capture, position: Position, waiting: Capture | None
+    ) -> Capture | None:
         """Advance `baseline` by `capture`, which `position` committed; `waiting` told from there.
 
         Args:
@@ -50,7 +52,11 @@ class Follower:
             geometry = capture.geometry or before.geometry
             baseline.replace(self._keeper.settle(proved(State(position, geometry, memory), self._pool)))
         elif waiting is None or not waiting.relaid:
-            rows = rebase_rows(before, capture.rows.by_interval(), waiting.rows.by_interval(), self._pool, level) if waiting else {}
+            rows = (
+                rebase_rows(before, capture.rows.by_interval(), waiting.rows.by_interval(), self._pool, level)
+                if waiting
+                else {}
+            )
             baseline.advance(capture.rows, position, self._pool)
             if waiting is not None:
                 waiting.rows.swap(rows)
@@ -62,7 +68,9 @@ class Follower:
             baseline.advance(capture.rows, position, self._pool)
         if waiting is None:
             return None
-        return recapture(before, waiting, baseline.state, self._pool, row_elements=self._settings.row_elements, level=level)
+        return recapture(
+            before, waiting, baseline.state, self._pool, row_elements=self._settings.row_elements, level=level
+        )
 
 
 def _copy(state: State) -> Memory:

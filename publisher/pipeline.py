@@ -137,7 +137,9 @@ class Pipeline:
         """See that `job` will be worked on, and carries the files of versions that it replaces or that failed."""
         if self._closing:
             raise UsageError("this publisher is closed", hint="open a new one")
-        if not self._running:  # the main thread had ended, and this one with it, when another thread published
+        if (
+            not self._running
+        ):  # the main thread had ended, and this one with it, when another thread published
             self._thread = self._started()
         label = job.capture.label
         if label.files is None:
@@ -159,7 +161,10 @@ class Pipeline:
         finished = self.wait_idle(timeout)
         self.stop()
         if not finished:
-            raise StorageError(f"closed after {timeout} s with a version not committed", hint="the store is slow or down; publish again")
+            raise StorageError(
+                f"closed after {timeout} s with a version not committed",
+                hint="the store is slow or down; publish again",
+            )
         self._thread.join(timeout)
         self.snapshots.join(timeout)
         self.check()
@@ -232,7 +237,9 @@ class Pipeline:
             job.fail(UsageError("the capture failed"))  # its own error was raised where the capture ran
             return
         if capture.fresh is None and (parent is None or capture.base != parent.sha256):
-            raise Corrupt(f"the changes captured for version {manifest.version} are told from another version than the one before it")
+            raise Corrupt(
+                f"the changes captured for version {manifest.version} are told from another version than the one before it"
+            )
         self._commit(job, manifest)
 
     def _settle_unknown(self) -> None:
@@ -254,7 +261,10 @@ class Pipeline:
         try:
             self._move(job.capture, position)
         except Exception as error:  # noqa: BLE001 - whatever it was, the baseline's bits are not known any more
-            self._dead = Corrupt(f"version {position.version} is committed, but the baseline could not follow: {error}", hint="restart the publisher")
+            self._dead = Corrupt(
+                f"version {position.version} is committed, but the baseline could not follow: {error}",
+                hint="restart the publisher",
+            )
         log.info(
             "published version %d: %d of %d elements changed, %d bytes",
             position.version,

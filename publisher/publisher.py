@@ -30,7 +30,9 @@ from .sources import Casts, Item, Tensors, items
 from .upload import Uploader
 from .workers import Workers
 
-_FENCE_TRIES: Final = 5  # a predecessor commits at most its one version in flight; more is somebody else at work
+_FENCE_TRIES: Final = (
+    5  # a predecessor commits at most its one version in flight; more is somebody else at work
+)
 
 
 class PendingVersion:
@@ -81,7 +83,13 @@ class Publisher:
     """
 
     def __init__(
-        self, root: str, settings: PublisherSettings | None = None, *, store: Store | None = None, fence: bool = True, resume: bool = True
+        self,
+        root: str,
+        settings: PublisherSettings | None = None,
+        *,
+        store: Store | None = None,
+        fence: bool = True,
+        resume: bool = True,
     ) -> None:
         self.settings = settings or PublisherSettings()
         self._store = store or open_store(root)
@@ -167,11 +175,15 @@ class Publisher:
         label = Label(_step(step), _checked(metadata or {}), _named(files))
         return self._publish(items(tensors, self._casts), label, drop, reset)
 
-    def publish_items(self, found: Iterable[Item], label: Label, *, drop: Collection[str] = (), reset: bool = False) -> PendingVersion:
+    def publish_items(
+        self, found: Iterable[Item], label: Label, *, drop: Collection[str] = (), reset: bool = False
+    ) -> PendingVersion:
         """`publish` for tensors that are bits already, such as those of a checkpoint folder."""
         return self._publish(found, label, drop, reset)
 
-    def _publish(self, found: Iterable[Item], label: Label, drop: Collection[str], reset: bool) -> PendingVersion:
+    def _publish(
+        self, found: Iterable[Item], label: Label, drop: Collection[str], reset: bool
+    ) -> PendingVersion:
         self._check_usable()
         with self._publishing:
             pipeline = self._pipeline
@@ -188,7 +200,14 @@ class Publisher:
                 return PendingVersion(job.futures[0], pipeline.told)
             return self._publish_delta(pipeline, pipeline.baseline, found, label, drop)
 
-    def _publish_delta(self, pipeline: Pipeline, baseline: Baseline, found: Iterable[Item], label: Label, drop: Collection[str]) -> PendingVersion:
+    def _publish_delta(
+        self,
+        pipeline: Pipeline,
+        baseline: Baseline,
+        found: Iterable[Item],
+        label: Label,
+        drop: Collection[str],
+    ) -> PendingVersion:
         drop = self._dropped.union(drop)
         if drop or baseline.position.manifest.totals.bytes > self.settings.max_pending_bytes // 2:
             pipeline.wait_idle()
@@ -199,7 +218,11 @@ class Publisher:
             active = pipeline.offer(job)
             try:
                 DeltaCapture(
-                    job.capture, baseline.state, self._compute, row_elements=self.settings.row_elements, level=self.settings.level
+                    job.capture,
+                    baseline.state,
+                    self._compute,
+                    row_elements=self.settings.row_elements,
+                    level=self.settings.level,
                 ).run(found, drop)
             except BaseException:
                 job.capture.rows.finish(failed=True)  # or the pipeline would wait for its rows
@@ -217,7 +240,9 @@ class Publisher:
     def snapshot(self) -> None:
         """Write a snapshot of the last committed version now, beside the chain, and wait for it."""
         self._check_usable()
-        with self._publishing:  # so that nothing is committed, and no other snapshot begun, before this one has begun
+        with (
+            self._publishing
+        ):  # so that nothing is committed, and no other snapshot begun, before this one has begun
             if self._pipeline is not None:
                 self._pipeline.wait_idle()
             if self._pipeline is None or self._pipeline.baseline is None:
@@ -250,17 +275,24 @@ class Publisher:
 
     def _check_usable(self) -> None:
         if self._pid != os.getpid():
-            raise UsageError(f"this publisher belongs to process {self._pid}, of which this one is a fork", hint="open a publisher after the fork")
+            raise UsageError(
+                f"this publisher belongs to process {self._pid}, of which this one is a fork",
+                hint="open a publisher after the fork",
+            )
         if self._closed:
             raise UsageError("this publisher is closed", hint="open a new one")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
-    def _start(self, reader: StreamReader, *, baseline: Baseline | None = None, parent: Position | None = None) -> Pipeline:
+    def _start(
+        self, reader: StreamReader, *, baseline: Baseline | None = None, parent: Position | None = None
+    ) -> Pipeline:
         uploader = Uploader(reader, self._writer, self.settings, self._transfer)
         self._pipeline = Pipeline(uploader, baseline, self.settings, self._compute, self._keeper, parent)
         return self._pipeline
@@ -290,7 +322,9 @@ def _named(files: Mapping[str, bytes] | None) -> dict[str, bytes] | None:
         if not isinstance(data, bytes):
             raise UsageError(f"companion file {name!r} is {type(data).__name__}, expected bytes")
         if name in (INDEX_NAME, "manifest.json") or name.endswith(".safetensors"):
-            raise UsageError(f"companion file {name!r} has the name of a file that snapshots write themselves")
+            raise UsageError(
+                f"companion file {name!r} has the name of a file that snapshots write themselves"
+            )
         try:
             check_file_name(name)
         except Untrusted as error:

@@ -16,7 +16,11 @@ from .sources import Item
 
 
 def rebase_rows(
-    state: State, committed: Mapping[Interval, Row], waiting: Mapping[Interval, Row], pool: Executor, level: int
+    state: State,
+    committed: Mapping[Interval, Row],
+    waiting: Mapping[Interval, Row],
+    pool: Executor,
+    level: int,
 ) -> dict[Interval, Row]:
     """Rows that lead from `state` + `committed` to `state` + `waiting`; both are told from `state`, which is not changed.
 
@@ -44,14 +48,20 @@ def _patched(space: FlatSpace, state: State, interval: Interval, row: Row | None
             inside = begin - int(space.starts[position])
             source = state.memory.tensor(space.names[position]).reshape(-1)[inside : inside + end - begin]
             copy[begin - interval.start : end - interval.start] = source
-            memory.place(space.names[position], copy.ctypes.data + (begin - interval.start - inside) * space.width, copy)
+            memory.place(
+                space.names[position],
+                copy.ctypes.data + (begin - interval.start - inside) * space.width,
+                copy,
+            )
     if row is not None:
         changes, _ = decode(space, row, state.memory)
         copy[changes.positions - interval.start] = changes.values
     return memory
 
 
-def recapture(before: State, waiting: Capture, after: State, pool: Executor, *, row_elements: int, level: int) -> Capture:
+def recapture(
+    before: State, waiting: Capture, after: State, pool: Executor, *, row_elements: int, level: int
+) -> Capture:
     """The same for captures between which the layout changes: through a whole copy of the waiting state.
 
     Args:
@@ -62,7 +72,9 @@ def recapture(before: State, waiting: Capture, after: State, pool: Executor, *, 
     image = materialise(before, waiting, pool)
     fresh = Capture(waiting.label)
     found = []
-    for spec in sorted(waiting.layout, key=lambda s: s.tied_to is not None):  # the tensor before those that are tied to it
+    for spec in sorted(
+        waiting.layout, key=lambda s: s.tied_to is not None
+    ):  # the tensor before those that are tied to it
         name = spec.tied_to or spec.name
         array = image.tensor(name)
         address = array.ctypes.data if spec.elements else 0
@@ -78,5 +90,3 @@ def materialise(before: State, capture: Capture, pool: Executor) -> Memory:
     memory, _ = carry_over(before, geometry, pool)
     apply_directly(geometry, capture.rows, memory, pool)
     return memory
-
-

@@ -31,7 +31,9 @@ class Keeper:
             try:
                 temporary.write_text(json.dumps(note))
                 temporary.replace(_note_path(self.storage))
-            except OSError as error:  # the next run finds that the note does not fit, and rebuilds from the store
+            except (
+                OSError
+            ) as error:  # the next run finds that the note does not fit, and rebuilds from the store
                 log.warning("cannot note the version of the kept baseline: %s", error)
 
     def settle(self, state: State) -> State:
@@ -56,7 +58,9 @@ class Keeper:
                 return None
             position = reader.position(version)
             if position.sha256 != sha256:
-                raise Untrusted(f"version {version} has SHA-256 {position.sha256}, the baseline was kept for {sha256}")
+                raise Untrusted(
+                    f"version {version} has SHA-256 {position.sha256}, the baseline was kept for {sha256}"
+                )
             geometry = Geometry(reader.layout(position.manifest.layout))
             return proved(State(position, geometry, Memory.allocate(geometry, self.storage, keep=True)), pool)
         except (OSError, ValueError, KeyError, TypeError, WeightcastError) as error:
@@ -79,7 +83,9 @@ def load_baseline(reader: StreamReader, head: int, pool: Executor, keeper: Keepe
         except WeightcastError as error:
             if kept is None:
                 raise
-            log.warning("the kept baseline of version %d does not lead to the head: %s", kept.position.version, error)
+            log.warning(
+                "the kept baseline of version %d does not lead to the head: %s", kept.position.version, error
+            )
             state = rebuild(reader, head, pool)
     if state is None:
         raise Gap(f"nothing leads to version {head}")

@@ -50,7 +50,9 @@ class Snapshots:
         """Write a snapshot of `position`, which is the baseline's, in the background."""
         self._last, self._bytes_since = position.version, 0
         view = baseline.view(self._settings.max_pending_bytes)
-        self._thread = threading.Thread(target=self._write, args=(view,), name="weightcast-snapshot", daemon=False)
+        self._thread = threading.Thread(
+            target=self._write, args=(view,), name="weightcast-snapshot", daemon=False
+        )
         self._thread.start()
 
     def _write(self, view: View) -> None:

@@ -57,7 +57,9 @@ class Item:
         """The bytes, without a copy."""
         if not self.spec.nbytes:
             return np.empty(0, np.uint8)
-        return np.frombuffer(memoryview((ctypes.c_uint8 * self.spec.nbytes).from_address(self.address)), np.uint8)
+        return np.frombuffer(
+            memoryview((ctypes.c_uint8 * self.spec.nbytes).from_address(self.address)), np.uint8
+        )
 
     def copied(self) -> Item:
         """The same bits in memory of their own."""
@@ -74,9 +76,16 @@ def dtype_name(tensor: Any, name: str) -> str:
     if isinstance(tensor, torch.Tensor):
         found = _TORCH.get(tensor.dtype)
     else:
-        found = _TORCH.get(torch.from_numpy(np.empty(0, tensor.dtype)).dtype) if tensor.dtype.kind in "biufc" and tensor.dtype.itemsize <= 8 else None
+        found = (
+            _TORCH.get(torch.from_numpy(np.empty(0, tensor.dtype)).dtype)
+            if tensor.dtype.kind in "biufc" and tensor.dtype.itemsize <= 8
+            else None
+        )
     if found is None:
-        raise UsageError(f"tensor {name!r} has dtype {tensor.dtype}; supported are {', '.join(WIDTHS)}", hint="publish it under a dtype of the same bits")
+        raise UsageError(
+            f"tensor {name!r} has dtype {tensor.dtype}; supported are {', '.join(WIDTHS)}",
+            hint="publish it under a dtype of the same bits",
+        )
     return found
 
 
@@ -110,7 +119,12 @@ class Casts:
         """`tensor`, rounded to nearest even if a rule says so."""
         for pattern, dtype in self._rules.items():
             if fnmatchcase(name, pattern):
-                return _round(tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(tensor)), dtype)
+                return _round(
+                    tensor
+                    if isinstance(tensor, torch.Tensor)
+                    else torch.from_numpy(np.ascontiguousarray(tensor)),
+                    dtype,
+                )
         return tensor
 
 
@@ -121,7 +135,9 @@ def _round(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.is_floating_point() and rounded.is_floating_point() and rounded.element_size() >= 2:
         nan = tensor.isnan()
         if bool((nan & ~rounded.isnan()).any()):
-            rounded = torch.where(nan, torch.full((), float("nan"), dtype=dtype, device=tensor.device), rounded)
+            rounded = torch.where(
+                nan, torch.full((), float("nan"), dtype=dtype, device=tensor.device), rounded
+            )
     return rounded
 
 
@@ -138,9 +154,14 @@ def items(tensors: Tensors, casts: Casts) -> Iterator[Item]:
         try:
             original, tensor = pair
         except (TypeError, ValueError):
-            raise UsageError(f"expected (name, tensor) pairs, found {type(pair).__name__}", hint="pass model.state_dict()") from None
+            raise UsageError(
+                f"expected (name, tensor) pairs, found {type(pair).__name__}", hint="pass model.state_dict()"
+            ) from None
         if not isinstance(original, str) or not isinstance(tensor, (torch.Tensor, np.ndarray)):
-            raise UsageError(f"expected a tensor under the name {original!r}, found {type(tensor).__name__}", hint="pass model.state_dict()")
+            raise UsageError(
+                f"expected a tensor under the name {original!r}, found {type(tensor).__name__}",
+                hint="pass model.state_dict()",
+            )
         name = names(original)
         cast = casts(name, tensor)
         item = _of_array(name, cast) if isinstance(cast, np.ndarray) else _of_tensor(name, cast)
@@ -159,7 +180,9 @@ def _of_array(name: str, array: npt.NDArray[Any]) -> Item:
 
 def _of_tensor(name: str, tensor: torch.Tensor) -> Item:
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        raise UsageError(f"tensor {name!r} is {tensor.layout} on {tensor.device}; only dense tensors with data can be published")
+        raise UsageError(
+            f"tensor {name!r} is {tensor.layout} on {tensor.device}; only dense tensors with data can be published"
+        )
     plain = tensor.detach().resolve_conj().resolve_neg()
     lasting = plain.device.type == "cpu" and plain.is_contiguous() and plain.data_ptr() == tensor.data_ptr()
     plain = plain.to("cpu").contiguous()
@@ -178,7 +201,9 @@ def recast(item: Item, casts: Casts) -> Item:
     """`item` under the conversions that the user asked for."""
     if not casts or item.spec.dtype not in _FROM_NAME or not item.spec.elements:
         return item
-    tensor = torch.frombuffer(bytearray(item.array()), dtype=torch_dtype(item.spec.dtype)).reshape(item.spec.shape)
+    tensor = torch.frombuffer(bytearray(item.array()), dtype=torch_dtype(item.spec.dtype)).reshape(
+        item.spec.shape
+    )
     cast = casts(item.spec.name, tensor)
     return item if cast is tensor else replace(_of_tensor(item.spec.name, cast), lasting=False)
 

@@ -37,7 +37,9 @@ UPLOADS_AHEAD: Final = 4
 class Uploader:
     """Writes one publisher's versions. Used by one thread at a time."""
 
-    def __init__(self, reader: StreamReader, writer: Writer, settings: PublisherSettings, pool: Executor) -> None:
+    def __init__(
+        self, reader: StreamReader, writer: Writer, settings: PublisherSettings, pool: Executor
+    ) -> None:
         self.reader = reader
         self.writer = writer
         self._store = reader.store
@@ -92,7 +94,9 @@ class Uploader:
         layout = self._layout(capture.layout)
         folder = snapshot_folder(version, new_token())
         files = self._files(parent) if capture.label.files is None else capture.label.files
-        snapshot = self._write_snapshot(folder, version, capture.layout, layout, capture.after.hex, read, files)
+        snapshot = self._write_snapshot(
+            folder, version, capture.layout, layout, capture.after.hex, read, files
+        )
         return self._manifest(
             capture.label,
             version=version,
@@ -110,7 +114,9 @@ class Uploader:
         manifest = state.position.manifest
         folder = snapshot_folder(manifest.version)
         files = self._files(state.position)
-        return self._write_snapshot(folder, manifest.version, state.layout, manifest.layout, manifest.digest_after, read, files)
+        return self._write_snapshot(
+            folder, manifest.version, state.layout, manifest.layout, manifest.digest_after, read, files
+        )
 
     def _files(self, position: Position | None) -> dict[str, bytes]:
         """The companion files of a version."""
@@ -118,7 +124,14 @@ class Uploader:
         return {f.name: self._store.fetch(file_key(f.sha256), size=f.size, sha256=f.sha256) for f in listed}
 
     def _write_snapshot(
-        self, folder: str, version: int, layout: Layout, ref: LayoutRef, digest: str, read: ReadPiece, files: Mapping[str, bytes]
+        self,
+        folder: str,
+        version: int,
+        layout: Layout,
+        ref: LayoutRef,
+        digest: str,
+        read: ReadPiece,
+        files: Mapping[str, bytes],
     ) -> ObjectRef:
         return write_snapshot(
             self._store,
@@ -178,7 +191,11 @@ class Uploader:
         shards: list[ShardRef],
         snapshot: ObjectRef | None = None,
     ) -> VersionManifest:
-        files = put_files(self._store, label.files) if label.files is not None else (parent.manifest.files if parent else None)
+        files = (
+            put_files(self._store, label.files)
+            if label.files is not None
+            else (parent.manifest.files if parent else None)
+        )
         return VersionManifest(
             format=FORMAT,
             stream=self.reader.stream.stream,

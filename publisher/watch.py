@@ -99,7 +99,9 @@ class WatchSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.settle_s <= 86_400 or not 0 < self.poll_s <= 3_600:
             raise UsageError(f"settle {self.settle_s} s or poll {self.poll_s} s is out of bounds")
-        if self.marker is not None and (self.marker in ("", ".", "..") or "/" in self.marker or "\0" in self.marker):
+        if self.marker is not None and (
+            self.marker in ("", ".", "..") or "/" in self.marker or "\0" in self.marker
+        ):
             raise UsageError(f"marker {self.marker!r} is not a plain file name")
 
 

@@ -24,7 +24,9 @@ def read_table(data: bytes, schema: pa.Schema) -> pa.Table:
         with pa.ipc.open_file(pa.BufferReader(data)) as file:
             batches = file.num_record_batches
             if not file.schema.equals(schema):
-                raise ValueError(f"it has columns {file.schema.names}, expected {schema.names} in the format's types")
+                raise ValueError(
+                    f"it has columns {file.schema.names}, expected {schema.names} in the format's types"
+                )
         if any(_is_compressed(message) for message in _messages(data)):
             raise ValueError("it uses Arrow buffer compression")
         with pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(data).slice(MAGIC_BYTES))) as stream:

@@ -82,18 +82,32 @@ class Layout:
         for spec in specs:
             check_tensor_name(spec.name)
             width_of(spec.dtype, spec.name)
-            if len(spec.shape) > MAX_DIMENSIONS or any(d < 0 for d in spec.shape) or spec.elements > MAX_ELEMENTS:
+            if (
+                len(spec.shape) > MAX_DIMENSIONS
+                or any(d < 0 for d in spec.shape)
+                or spec.elements > MAX_ELEMENTS
+            ):
                 raise UsageError(f"tensor {spec.name!r} has an impossible shape {list(spec.shape)[:8]}")
             if spec.name in index:
-                raise UsageError(f"two tensors are called {spec.name!r}", hint="every tensor needs a name of its own")
+                raise UsageError(
+                    f"two tensors are called {spec.name!r}", hint="every tensor needs a name of its own"
+                )
             index[spec.name] = spec
         if sum(s.elements for s in specs) > MAX_ELEMENTS:
-            raise UsageError(f"{sum(s.elements for s in specs)} elements in all; a stream carries at most {MAX_ELEMENTS}")
+            raise UsageError(
+                f"{sum(s.elements for s in specs)} elements in all; a stream carries at most {MAX_ELEMENTS}"
+            )
         for spec in specs:
             if spec.tied_to is not None:
                 other = index.get(spec.tied_to)
-                if other is None or other.tied_to is not None or (other.dtype, other.shape) != (spec.dtype, spec.shape):
-                    raise UsageError(f"tensor {spec.name!r} is tied to {spec.tied_to!r}, which is not an untied tensor of its dtype and shape")
+                if (
+                    other is None
+                    or other.tied_to is not None
+                    or (other.dtype, other.shape) != (spec.dtype, spec.shape)
+                ):
+                    raise UsageError(
+                        f"tensor {spec.name!r} is tied to {spec.tied_to!r}, which is not an untied tensor of its dtype and shape"
+                    )
         return cls(specs, index)
 
     def __iter__(self) -> Iterator[TensorSpec]:

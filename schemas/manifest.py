@@ -154,7 +154,9 @@ class VersionManifest(Document):
 
     @model_validator(mode="after")
     def _is_coherent(self) -> Self:
-        if (self.version == 0) != (self.parent is None) or (self.version == 0) != (self.digest_before is None):
+        if (self.version == 0) != (self.parent is None) or (self.version == 0) != (
+            self.digest_before is None
+        ):
             raise ValueError("exactly version 0 has no parent and no digest before")
         if self.parent is not None and self.parent.version != self.version - 1:
             raise ValueError(f"the parent of version {self.version} cannot be version {self.parent.version}")
@@ -292,7 +294,9 @@ def decode(model: type[D], data: bytes, where: str) -> D:
         json.loads(data, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError, Untrusted) as error:
         _refuse_newer(data, where)
-        raise Untrusted(f"{where} is not a valid {model.__name__} document: {_first_problem(error)}") from error
+        raise Untrusted(
+            f"{where} is not a valid {model.__name__} document: {_first_problem(error)}"
+        ) from error
     _check_format(getattr(document, "format", FORMAT), getattr(document, "features", []), where)
     return document
 
@@ -318,7 +322,11 @@ def _refuse_newer(data: bytes, where: str) -> None:
         raw = json.loads(data)
     except (ValueError, RecursionError):
         return
-    if isinstance(raw, dict) and isinstance(raw.get("format"), int) and isinstance(raw.get("features", []), list):
+    if (
+        isinstance(raw, dict)
+        and isinstance(raw.get("format"), int)
+        and isinstance(raw.get("features", []), list)
+    ):
         _check_format(raw["format"], raw.get("features", []), where)
 
 
@@ -326,4 +334,7 @@ def _check_format(found: int, features: list[Any], where: str) -> None:
     unknown = [f for f in features if f not in FEATURES]
     if found != FORMAT or unknown:
         what = f"features {unknown}" if unknown else f"format {found}"
-        raise Unsupported(f"{where} needs {what}; this release reads format {FORMAT} with {sorted(FEATURES)}", hint="upgrade weightcast")
+        raise Unsupported(
+            f"{where} needs {what}; this release reads format {FORMAT} with {sorted(FEATURES)}",
+            hint="upgrade weightcast",
+        )

@@ -64,8 +64,13 @@ def check_key(key: str) -> str:
     Raises:
         Untrusted: traversal, absolute path, URL, backslash, control character, pattern character, or too long.
     """
-    if len(key.encode("utf-8", "replace")) > MAX_KEY_BYTES or not all(_KEY_PART.fullmatch(p) for p in key.split("/")):
-        raise Untrusted(f"object key {key[:120]!r} is not a plain relative path", hint="the document was not written by weightcast")
+    if len(key.encode("utf-8", "replace")) > MAX_KEY_BYTES or not all(
+        _KEY_PART.fullmatch(p) for p in key.split("/")
+    ):
+        raise Untrusted(
+            f"object key {key[:120]!r} is not a plain relative path",
+            hint="the document was not written by weightcast",
+        )
     return key
 
 
@@ -76,7 +81,9 @@ def check_file_name(name: str) -> str:
         Untrusted: anything else.
     """
     if not _FILE_NAME.fullmatch(name):
-        raise Untrusted(f"file name {name[:120]!r} is not a plain name", hint="the document was not written by weightcast")
+        raise Untrusted(
+            f"file name {name[:120]!r} is not a plain name", hint="the document was not written by weightcast"
+        )
     return name
 
 
@@ -144,7 +151,10 @@ def parse_data_key(key: str) -> int | None:
 
 def is_shard_key(key: str) -> bool:
     """Whether `key` is one that `shard_key` makes."""
-    return re.fullmatch(r"data/[0-9]{12}/[A-Za-z0-9_][A-Za-z0-9._-]*-[0-9]{5,}-[0-9a-f]{32}\.arrow", key) is not None
+    return (
+        re.fullmatch(r"data/[0-9]{12}/[A-Za-z0-9_][A-Za-z0-9._-]*-[0-9]{5,}-[0-9a-f]{32}\.arrow", key)
+        is not None
+    )
 
 
 def parse_snapshot_file_key(key: str) -> tuple[int, str | None, str] | None:

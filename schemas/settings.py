@@ -24,17 +24,42 @@ class PublisherSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="WEIGHTCAST_PUBLISHER_", extra="forbid", frozen=True)
 
-    writer: str = Field(default="publisher", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$", description="name in manifests and shard keys")
-    threads: int = Field(default_factory=lambda: min(8, os.cpu_count() or 1), ge=1, le=256, description="threads that compare and encode")
+    writer: str = Field(
+        default="publisher",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$",
+        description="name in manifests and shard keys",
+    )
+    threads: int = Field(
+        default_factory=lambda: min(8, os.cpu_count() or 1),
+        ge=1,
+        le=256,
+        description="threads that compare and encode",
+    )
     level: int = Field(default=1, ge=1, le=19, description="Zstandard level")
-    row_elements: int = Field(default=1 << 21, ge=1 << 16, le=1 << 24, description="elements a row of a delta covers at most")
-    shard_bytes: int = Field(default=16 * MIB, ge=1 << 16, le=512 * MIB, description="encoded bytes after which a shard is closed")
-    max_pending_bytes: int = Field(default=256 * MIB, ge=MIB, description="encoded changes held before publish() waits for the store")
-    snapshot_every: int = Field(default=100, ge=0, description="versions between snapshots; 0: only where the chain costs more than a snapshot")
-    snapshot_file_bytes: int = Field(default=1024 * MIB, ge=MIB, description="size of a snapshot's weight files")
-    baseline: Path | None = Field(default=None, description="file that keeps the baseline between runs; default: in memory")
+    row_elements: int = Field(
+        default=1 << 21, ge=1 << 16, le=1 << 24, description="elements a row of a delta covers at most"
+    )
+    shard_bytes: int = Field(
+        default=16 * MIB, ge=1 << 16, le=512 * MIB, description="encoded bytes after which a shard is closed"
+    )
+    max_pending_bytes: int = Field(
+        default=256 * MIB, ge=MIB, description="encoded changes held before publish() waits for the store"
+    )
+    snapshot_every: int = Field(
+        default=100,
+        ge=0,
+        description="versions between snapshots; 0: only where the chain costs more than a snapshot",
+    )
+    snapshot_file_bytes: int = Field(
+        default=1024 * MIB, ge=MIB, description="size of a snapshot's weight files"
+    )
+    baseline: Path | None = Field(
+        default=None, description="file that keeps the baseline between runs; default: in memory"
+    )
     single_writer: bool = Field(default=False, description="accept a store without create-only writes")
-    cast: dict[str, str] = Field(default={}, description="name pattern -> dtype that matching tensors are rounded to")
+    cast: dict[str, str] = Field(
+        default={}, description="name pattern -> dtype that matching tensors are rounded to"
+    )
 
 
 class SubscriberSettings(BaseSettings):
@@ -42,14 +67,34 @@ class SubscriberSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="WEIGHTCAST_SUBSCRIBER_", extra="forbid", frozen=True)
 
-    threads: int = Field(default_factory=lambda: min(8, os.cpu_count() or 1), ge=1, le=256, description="threads that fetch and decode")
-    poll_s: float = Field(default=0.5, gt=0, le=3600, description="seconds between two polls while nothing is new, spread by a third")
-    fetch_bytes: int = Field(default=128 * MIB, ge=MIB, description="bytes of shards held while they are fetched ahead")
-    fold_bytes: int = Field(default=512 * MIB, ge=MIB, description="changes of several versions folded into one apply, at most")
-    max_lag: int | None = Field(default=None, ge=0, description="versions behind the head beyond which the subscriber is not ready")
-    lease: bool = Field(default=True, description="tell the store which version is held, so that pruning spares it")
+    threads: int = Field(
+        default_factory=lambda: min(8, os.cpu_count() or 1),
+        ge=1,
+        le=256,
+        description="threads that fetch and decode",
+    )
+    poll_s: float = Field(
+        default=0.5,
+        gt=0,
+        le=3600,
+        description="seconds between two polls while nothing is new, spread by a third",
+    )
+    fetch_bytes: int = Field(
+        default=128 * MIB, ge=MIB, description="bytes of shards held while they are fetched ahead"
+    )
+    fold_bytes: int = Field(
+        default=512 * MIB, ge=MIB, description="changes of several versions folded into one apply, at most"
+    )
+    max_lag: int | None = Field(
+        default=None, ge=0, description="versions behind the head beyond which the subscriber is not ready"
+    )
+    lease: bool = Field(
+        default=True, description="tell the store which version is held, so that pruning spares it"
+    )
     lease_s: float = Field(default=60, gt=0, description="seconds between two leases")
-    tries: int = Field(default=3, ge=1, le=100, description="failed attempts at a version before a snapshot is used instead")
+    tries: int = Field(
+        default=3, ge=1, le=100, description="failed attempts at a version before a snapshot is used instead"
+    )
 
 
 class _File(BaseModel):
@@ -69,10 +114,14 @@ def load(kind: type[S], flags: dict[str, Any], config: Path | None = None) -> S:
         UsageError: an unknown key or a value out of bounds; names it and where it came from.
         NotFound: the file does not exist.
     """
-    config = config or (Path(os.environ["WEIGHTCAST_CONFIG"]) if os.environ.get("WEIGHTCAST_CONFIG") else None)
+    config = config or (
+        Path(os.environ["WEIGHTCAST_CONFIG"]) if os.environ.get("WEIGHTCAST_CONFIG") else None
+    )
     section = "publisher" if kind is PublisherSettings else "subscriber"
     prefix = str(kind.model_config["env_prefix"])
-    unknown = [k for k in os.environ if k.startswith(prefix) and k[len(prefix) :].lower() not in kind.model_fields]
+    unknown = [
+        k for k in os.environ if k.startswith(prefix) and k[len(prefix) :].lower() not in kind.model_fields
+    ]
     if unknown:
         raise UsageError(f"environment variable {unknown[0]} is not a setting of the {section}")
     values: dict[str, Any] = {}
@@ -84,7 +133,9 @@ def load(kind: type[S], flags: dict[str, Any], config: Path | None = None) -> S:
         return kind(**{k: v for k, v in values.items() if k not in from_environment} | given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise UsageError(f"{section} setting {'.'.join(map(str, first['loc']))}: {first['msg']}, found {first.get('input')!r}") from error
+        raise UsageError(
+            f"{section} setting {'.'.join(map(str, first['loc']))}: {first['msg']}, found {first.get('input')!r}"
+        ) from error
 
 
 def _read_file(path: Path) -> _File:
@@ -94,5 +145,3 @@ def _read_file(path: Path) -> _File:
         raise NotFound(f"configuration file {path} does not exist") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
         raise UsageError(f"configuration file {path}: {error}") from error
-
-

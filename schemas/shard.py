@@ -110,7 +110,9 @@ def decode_shard(data: bytes, where: str) -> list[Row]:
         table = read_table(data, SHARD_SCHEMA)
         columns = [table.column(name).to_pylist() for name in SHARD_SCHEMA.names]
     except ValueError as error:
-        raise Corrupt(f"shard {where} is not a delta table: {error}", hint="the shard was not written by weightcast") from error
+        raise Corrupt(
+            f"shard {where} is not a delta table: {error}", hint="the shard was not written by weightcast"
+        ) from error
     rows = []
     for values in zip(*columns, strict=True):
         named = dict(zip(SHARD_SCHEMA.names, values, strict=True))
@@ -135,7 +137,9 @@ def _is_possible(row: Row) -> bool:
         and 1 <= row.count <= row.length
         and 0 <= row.escaped <= row.count
         and 0 <= row.gap_shift <= (24 if gapped else 0)
-        and (row.count if gapped else 0) <= row.gap_bytes <= (row.count + (row.length >> row.gap_shift) // 255 if gapped else 0)
+        and (row.count if gapped else 0)
+        <= row.gap_bytes
+        <= (row.count + (row.length >> row.gap_shift) // 255 if gapped else 0)
         and len(row.lows) == -(-row.count * row.gap_shift // 8)
         and (row.coding != "whole" or row.escaped == row.count == row.length)
     )

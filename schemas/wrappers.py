@@ -43,7 +43,10 @@ class NameMap:
         name = checkpoint_name(original)
         taken = self._origin.setdefault(name, original)
         if taken != original:
-            raise UsageError(f"tensors {taken!r} and {original!r} would both be published as {name!r}", hint="publish only one of them")
+            raise UsageError(
+                f"tensors {taken!r} and {original!r} would both be published as {name!r}",
+                hint="publish only one of them",
+            )
         return name
 
     def check_all(self, originals: Iterable[str]) -> None:

@@ -46,7 +46,10 @@ def attach(reader: StreamReader, target: Target, pool: Executor) -> Position | N
         )
     data = reader.manifest_bytes(mark.version)
     if data is None:
-        raise Untrusted(f"{target.name} is at version {mark.version}, but {version_key(mark.version)} does not exist", hint="the stream was rewritten or is incomplete")
+        raise Untrusted(
+            f"{target.name} is at version {mark.version}, but {version_key(mark.version)} does not exist",
+            hint="the stream was rewritten or is incomplete",
+        )
     position = reader.chain().anchor(data, mark.version, sha256=mark.sha256)
     geometry = Geometry(reader.layout(position.manifest.layout))
     try:
@@ -55,7 +58,13 @@ def attach(reader: StreamReader, target: Target, pool: Executor) -> Position | N
         log.warning("%s cannot be read as version %d: %s", target.name, mark.version, error)
         found = None
     if found != position.digest:
-        log.warning("%s is not whole (state %s, version %d has %s); fetching a snapshot", target.name, found, mark.version, position.digest)
+        log.warning(
+            "%s is not whole (state %s, version %d has %s); fetching a snapshot",
+            target.name,
+            found,
+            mark.version,
+            position.digest,
+        )
         return None
     return position
 
@@ -66,7 +75,9 @@ def _recognise(reader: StreamReader, target: Target, pool: Executor) -> Position
         return None
     head = reader.head()
     digests: dict[str, Digest | None] = {}
-    positions = read_chain(reader, max(0, (head or 0) - _SEARCHED + 1), head or 0, pool) if head is not None else []
+    positions = (
+        read_chain(reader, max(0, (head or 0) - _SEARCHED + 1), head or 0, pool) if head is not None else []
+    )
     for position in reversed(positions):
         ref = position.manifest.layout
         if ref.sha256 not in digests:
@@ -111,7 +122,10 @@ def fetch_snapshot(
     choices = [c for c in snapshot_choices(reader, head) if newer_than is None or c.version > newer_than]
     if not choices:
         wanted = 0 if newer_than is None else newer_than + 1
-        raise Gap(f"version {wanted} is no longer available as a delta, and there is no snapshot after it", hint="have the publisher write one (weightcast snapshot)")
+        raise Gap(
+            f"version {wanted} is no longer available as a delta, and there is no snapshot after it",
+            hint="have the publisher write one (weightcast snapshot)",
+        )
     positions = read_chain(reader, min(c.version for c in choices), head, pool)
     try:
         choice = plan(None, head, usable_deltas(positions, reader.floor()), choices).snapshot or choices[0]
@@ -142,5 +156,6 @@ def _prove(geometry: Geometry, paths: list[Path], position: Position, pool: Exec
         raise Corrupt(f"the snapshot of version {position.version} lacks tensors: {error}") from error
     found = digest_all(geometry, memory, pool)
     if found != position.digest:
-        raise Corrupt(f"the snapshot of version {position.version} has state {found}, its manifest says {position.digest}")
-
+        raise Corrupt(
+            f"the snapshot of version {position.version} has state {found}, its manifest says {position.digest}"
+        )

@@ -52,7 +52,9 @@ from .journal import Journal, read_journal, write_journal
 from .target import Mark, mark_of, restrict
 
 _FILE_BYTES: Final = 4 << 30  # of weight files that a change of layout writes anew
-_OWN_FILE: Final = re.compile(r"^model-v\d+(-\d+)?-\d{5}-of-\d{5}\.safetensors$")  # as `_free_name` gives them
+_OWN_FILE: Final = re.compile(
+    r"^model-v\d+(-\d+)?-\d{5}-of-\d{5}\.safetensors$"
+)  # as `_free_name` gives them
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,10 @@ class CheckpointFolder:
             (self._own / "hidden").mkdir(parents=True, exist_ok=True)
             lock = (self._own / "lock").open("w")
         except OSError as error:
-            raise UsageError(f"{self._own} cannot be written: {error.strerror}", hint="a subscriber needs a folder that it may write to") from error
+            raise UsageError(
+                f"{self._own} cannot be written: {error.strerror}",
+                hint="a subscriber needs a folder that it may write to",
+            ) from error
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -110,7 +115,10 @@ class CheckpointFolder:
         try:
             return Mark(**json.loads(path.read_text()))
         except (ValueError, TypeError) as error:
-            raise Corrupt(f"{path} is not a subscriber's mark: {error}", hint="remove the folder; the subscriber fetches it again") from error
+            raise Corrupt(
+                f"{path} is not a subscriber's mark: {error}",
+                hint="remove the folder; the subscriber fetches it again",
+            ) from error
 
     def adopt(self, position: Position, layout: Layout) -> None:
         """See Target."""
@@ -137,7 +145,9 @@ class CheckpointFolder:
         write_journal(self._own / "journal.arrow", journal)
         self._write(geometry, journal)
 
-    def relay(self, before: Geometry, after: Geometry, changes: Mapping[str, Changes], position: Position) -> None:
+    def relay(
+        self, before: Geometry, after: Geometry, changes: Mapping[str, Changes], position: Position
+    ) -> None:
         """See Target: new files, so that the old ones stay whole until the swap."""
         incoming = self._incoming()
         groups = split_into_files(after.layout.stored, _FILE_BYTES)
@@ -194,7 +204,9 @@ class CheckpointFolder:
                 space = geometry[dtype]
                 scatter(space, memory, changes)
                 if not np.array_equal(gather(space, memory, changes.positions), changes.values):
-                    raise Corrupt(f"{self.path} does not hold what was written to it", hint="the disk may be failing")
+                    raise Corrupt(
+                        f"{self.path} does not hold what was written to it", hint="the disk may be failing"
+                    )
                 self._write_tied(geometry, files, changes)
             self._set_mark(journal.mark)
             self._files = (journal.mark, self._files[1]) if self._files else None
@@ -217,7 +229,9 @@ class CheckpointFolder:
         """One more file, with the second names that a snapshot leaves out."""
         path = self._incoming() / "tied.safetensors"
         file = create_file(path, [TensorSpec(s.name, s.dtype, s.shape) for s in tied])
-        sources = {e.spec.name: (f, e) for f in (map_file(p, writable=False) for p in weights) for e in f.entries}
+        sources = {
+            e.spec.name: (f, e) for f in (map_file(p, writable=False) for p in weights) for e in f.entries
+        }
         names = {spec.name: spec.tied_to for spec in tied}
         for entry in file.entries:
             source, original = sources[str(names[entry.spec.name])]
@@ -272,7 +286,10 @@ class CheckpointFolder:
             paths = self._weight_paths()
             missing = [p.name for p in paths if not p.is_file()]
             if missing:
-                raise Corrupt(f"{self.path}: weight file {missing[0]!r} is missing", hint="remove the folder; the subscriber fetches it again")
+                raise Corrupt(
+                    f"{self.path}: weight file {missing[0]!r} is missing",
+                    hint="remove the folder; the subscriber fetches it again",
+                )
             self._files = (mark, [map_file(p, writable=True) for p in paths])
         return self._files[1]
 
@@ -290,7 +307,10 @@ class CheckpointFolder:
         try:
             return Layout.decode(path.read_bytes(), str(path))
         except OSError as error:
-            raise Corrupt(f"{path} cannot be read: {error.strerror}", hint="remove the folder; the subscriber fetches it again") from error
+            raise Corrupt(
+                f"{path} cannot be read: {error.strerror}",
+                hint="remove the folder; the subscriber fetches it again",
+            ) from error
 
     def _incoming(self) -> Path:
         folder = self._own / "incoming"
@@ -299,7 +319,9 @@ class CheckpointFolder:
 
     def _free_name(self, version: int, number: int, count: int) -> str:
         for again in range(1000):
-            name = f"model-v{version}{f'-{again}' if again else ''}-{number + 1:05d}-of-{count:05d}.safetensors"
+            name = (
+                f"model-v{version}{f'-{again}' if again else ''}-{number + 1:05d}-of-{count:05d}.safetensors"
+            )
             if not (self.path / name).exists():
                 return name
         raise StorageError(f"{self.path} is full of abandoned weight files of version {version}")
@@ -335,7 +357,9 @@ def _read_swap(path: Path) -> _Swap:
         raw: dict[str, Any] = json.loads(path.read_text())
         return _Swap(Mark(**raw["mark"]), raw["index"], raw["layout"], raw["remove"])
     except (ValueError, TypeError, KeyError) as error:
-        raise Corrupt(f"{path} is not whole: {error}", hint="remove the folder; the subscriber fetches it again") from error
+        raise Corrupt(
+            f"{path} is not whole: {error}", hint="remove the folder; the subscriber fetches it again"
+        ) from error
 
 
 def _move(source: Path, target: Path) -> None:

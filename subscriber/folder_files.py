@@ -77,7 +77,9 @@ def place_all(geometry: Geometry, files: Iterable[Mapped], *, writable: bool) ->
             if spec is None:
                 continue
             if spec != entry.spec:
-                raise UsageError(f"{file.path} has tensor {spec.name!r} as {entry.spec.dtype}{list(entry.spec.shape)}, the stream as {spec.dtype}{list(spec.shape)}")
+                raise UsageError(
+                    f"{file.path} has tensor {spec.name!r} as {entry.spec.dtype}{list(entry.spec.shape)}, the stream as {spec.dtype}{list(spec.shape)}"
+                )
             memory.place(spec.name, file.address(entry), file.array)
             del wanted[spec.name]
     if wanted:
@@ -113,7 +115,10 @@ def check_room(folder: Path, needed: int) -> None:
     stats = os.statvfs(folder)
     free = stats.f_bavail * stats.f_frsize
     if needed > free:
-        raise StorageError(f"{folder} needs {needed} bytes, {free} are free", hint="make room; the version before stays in place")
+        raise StorageError(
+            f"{folder} needs {needed} bytes, {free} are free",
+            hint="make room; the version before stays in place",
+        )
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -17,7 +17,9 @@ from weightcast.schemas.errors import Corrupt
 from .folder_files import check_room, write_durably
 from .target import Mark
 
-_SCHEMA: Final = pa.schema([("dtype", pa.string()), ("positions", pa.large_binary()), ("values", pa.large_binary())])
+_SCHEMA: Final = pa.schema(
+    [("dtype", pa.string()), ("positions", pa.large_binary()), ("values", pa.large_binary())]
+)
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,14 @@ def read_journal(path: Path) -> Journal | None:
             table = reader.read_all()
         mark = Mark(**json.loads(table.schema.metadata[b"mark"]))
         changes = {
-            dtype: Changes(dtype, np.frombuffer(positions, np.int64), np.frombuffer(values, f"u{WIDTHS[dtype]}"))
+            dtype: Changes(
+                dtype, np.frombuffer(positions, np.int64), np.frombuffer(values, f"u{WIDTHS[dtype]}")
+            )
             for dtype, positions, values in zip(*(table.column(i).to_pylist() for i in range(3)), strict=True)
         }
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        raise Corrupt(f"{path} is not a whole journal: {error}", hint="remove the folder; the subscriber fetches it again") from error
+        raise Corrupt(
+            f"{path} is not a whole journal: {error}",
+            hint="remove the folder; the subscriber fetches it again",
+        ) from error
     return Journal(mark, changes)

@@ -26,7 +26,13 @@ class Staged:
 
 
 def stage(
-    geometry: Geometry, base: Memory, at: Position, run: Sequence[Position], fetcher: DeltaFetcher, pool: Executor, max_bytes: int
+    geometry: Geometry,
+    base: Memory,
+    at: Position,
+    run: Sequence[Position],
+    fetcher: DeltaFetcher,
+    pool: Executor,
+    max_bytes: int,
 ) -> Staged:
     """Decode the versions of `run`, which follow `at` and share its layout, until `max_bytes` of changes are folded.
 
@@ -46,7 +52,9 @@ def stage(
             fetcher.prefetch(run[number + 1].manifest)
         changes, moved = collect(geometry, fetcher.rows(position.manifest), base, pool, folded)
         if at.digest + moved != position.digest:
-            raise Corrupt(f"version {position.version} decodes to state {at.digest + moved}, its manifest says {position.digest}")
+            raise Corrupt(
+                f"version {position.version} decodes to state {at.digest + moved}, its manifest says {position.digest}"
+            )
         folded, at, done = fold(folded, changes), position, done + 1
         if sum(c.positions.nbytes + c.values.nbytes for c in folded.values()) > max_bytes:
             break
@@ -54,7 +62,13 @@ def stage(
 
 
 def stage_relaid(
-    before: Geometry, base: Memory, at: Position, position: Position, after: Layout, fetcher: DeltaFetcher, pool: Executor
+    before: Geometry,
+    base: Memory,
+    at: Position,
+    position: Position,
+    after: Layout,
+    fetcher: DeltaFetcher,
+    pool: Executor,
 ) -> tuple[Geometry, dict[str, Changes]]:
     """The same for one version that changes the layout; tensors that are new to it are told from zeros.
 
@@ -64,11 +78,17 @@ def stage_relaid(
     geometry = Geometry(after)
     kept = set(retained(before.layout, after))
     new = [spec for spec in after.stored if spec.name not in kept]
-    zeros = np.zeros(max([spec.nbytes for spec in new], default=0), np.uint8)  # untouched pages cost no memory
+    zeros = np.zeros(
+        max([spec.nbytes for spec in new], default=0), np.uint8
+    )  # untouched pages cost no memory
     buffers = {spec.name: zeros[: spec.nbytes] for spec in new} | {name: base.tensor(name) for name in kept}
-    changes, moved = collect(geometry, fetcher.rows(position.manifest), Memory.over(geometry, buffers), pool, {})
+    changes, moved = collect(
+        geometry, fetcher.rows(position.manifest), Memory.over(geometry, buffers), pool, {}
+    )
     lost = digest_of(before, base, [s.name for s in before.layout.stored if s.name not in kept], pool)
     found: Digest = at.digest - lost + moved
     if found != position.digest:
-        raise Corrupt(f"version {position.version} decodes to state {found}, its manifest says {position.digest}")
+        raise Corrupt(
+            f"version {position.version} decodes to state {found}, its manifest says {position.digest}"
+        )
     return geometry, changes

@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 _WIDEN: Final = 2  # manifests asked for at once grow by this factor while a reader catches up
 _MAX_AHEAD: Final = 256  # manifests read before they are applied
 _SNAPSHOT_FROM: Final = 8  # versions of lag from which looking for a snapshot is worth a listing
-_LOOK_AROUND: Final = 30  # polls without news after which it is checked that the next version is not just missing
+_LOOK_AROUND: Final = (
+    30  # polls without news after which it is checked that the next version is not just missing
+)
 _MAX_BACKOFF_S: Final = 30.0
 
 
@@ -76,7 +78,12 @@ class Subscriber:
     """
 
     def __init__(
-        self, root: str, target: Target, settings: SubscriberSettings | None = None, *, store: Store | None = None
+        self,
+        root: str,
+        target: Target,
+        settings: SubscriberSettings | None = None,
+        *,
+        store: Store | None = None,
     ) -> None:
         self.settings = settings or SubscriberSettings()
         self.target = target
@@ -175,8 +182,12 @@ class Subscriber:
             StorageError: time ran out; says how far it came and why.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: (self.version if self.version is not None else -1) >= version, timeout):
-                raise StorageError(f"version {version} was not applied within {timeout} s; at {self.version}, {self._error or 'no error'}")
+            if not self._changed.wait_for(
+                lambda: (self.version if self.version is not None else -1) >= version, timeout
+            ):
+                raise StorageError(
+                    f"version {version} was not applied within {timeout} s; at {self.version}, {self._error or 'no error'}"
+                )
             return self.version or 0
 
     def close(self) -> None:
@@ -188,7 +199,9 @@ class Subscriber:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _advance(self, *, thorough: bool) -> bool:
@@ -269,7 +282,12 @@ class Subscriber:
             self._bad[failed] = self._bad.get(failed, 0) + 1
             if self._bad[failed] < self.settings.tries:
                 raise
-            log.warning("version %d failed %d times (%s); looking for a snapshot past it", failed, self._bad[failed], error)
+            log.warning(
+                "version %d failed %d times (%s); looking for a snapshot past it",
+                failed,
+                self._bad[failed],
+                error,
+            )
             try:
                 self._jump(reader, head)
             except Gap:
@@ -311,7 +329,12 @@ class Subscriber:
         """Start again from the snapshot that leads to `head` at the least bytes, or that leads furthest."""
         with self._touching():
             position = fetch_snapshot(
-                reader, self.target, self._pool, head, newer_than=self.version, companions=lambda p: self._companions(reader, p)
+                reader,
+                self.target,
+                self._pool,
+                head,
+                newer_than=self.version,
+                companions=lambda p: self._companions(reader, p),
             )
         self._arrive(reader, position)
 
@@ -320,7 +343,9 @@ class Subscriber:
         if self._at is not None and position.manifest.files == self._at.manifest.files:
             return
         listed = reader.files(position.manifest.files).files
-        self.target.companions({f.name: self._store.fetch(file_key(f.sha256), size=f.size, sha256=f.sha256) for f in listed})
+        self.target.companions(
+            {f.name: self._store.fetch(file_key(f.sha256), size=f.size, sha256=f.sha256) for f in listed}
+        )
 
     def _arrive(self, reader: StreamReader, position: Position, geometry: Geometry | None = None) -> None:
         """The target holds `position`."""
@@ -332,7 +357,11 @@ class Subscriber:
             if self._head is None or position.version >= self._head:
                 self._head, self._behind_since = position.version, None
             self._changed.notify_all()
-        log.info("applied version %d", position.version, extra={"version": position.version, "step": position.manifest.step})
+        log.info(
+            "applied version %d",
+            position.version,
+            extra={"version": position.version, "step": position.manifest.step},
+        )
 
     def _note_head(self, head: int) -> None:
         with self._changed:
@@ -353,4 +382,3 @@ class Subscriber:
         """Seconds to the next poll, spread so that many subscribers do not poll at the same instant."""
         base = min(self.settings.poll_s * 2**failures, max(_MAX_BACKOFF_S, self.settings.poll_s))
         return base * random.uniform(2 / 3, 4 / 3)
-

@@ -98,5 +98,9 @@ def restrict(space: FlatSpace, changes: Changes, names: Iterable[str]) -> Change
         if lo < hi:
             spans.append(slice(lo, hi))
     spans.sort(key=lambda span: span.start)
-    parts = [(changes.positions[s], changes.values[s]) for s in spans] or [(changes.positions[:0], changes.values[:0])]
-    return Changes(changes.dtype, np.concatenate([p for p, _ in parts]), np.concatenate([v for _, v in parts]))
+    parts = [(changes.positions[s], changes.values[s]) for s in spans] or [
+        (changes.positions[:0], changes.values[:0])
+    ]
+    return Changes(
+        changes.dtype, np.concatenate([p for p, _ in parts]), np.concatenate([v for _, v in parts])
+    )

@@ -93,7 +93,9 @@ class Tensors:
                 self._write(geometry[dtype], geometry, present, found)
         self.adopt(position, geometry.layout)
 
-    def relay(self, before: Geometry, after: Geometry, changes: Mapping[str, Changes], position: Position) -> None:
+    def relay(
+        self, before: Geometry, after: Geometry, changes: Mapping[str, Changes], position: Position
+    ) -> None:
         """See Target. The tensors themselves must already have the new shapes."""
         kept = set(before.layout.stored)
         for name, homes in self._homes(after.layout).items():
@@ -147,7 +149,9 @@ class Tensors:
         self._found = (layout.sha256, homes)
         return homes
 
-    def _write(self, space: FlatSpace, geometry: Geometry, homes: Mapping[str, torch.Tensor], changes: Changes) -> None:
+    def _write(
+        self, space: FlatSpace, geometry: Geometry, homes: Mapping[str, torch.Tensor], changes: Changes
+    ) -> None:
         """Write what concerns `homes`: in one go where memory can be addressed, tensor by tensor elsewhere."""
         direct = [name for name in space.names if name in homes and _is_addressable(homes[name])]
         memory = Memory.blank(geometry, writable=True)
@@ -156,13 +160,18 @@ class Tensors:
         mine = changes if len(direct) == len(space.names) else restrict(space, changes, direct)
         scatter(space, memory, mine)
         if not np.array_equal(gather(space, memory, mine.positions), mine.values):
-            raise Corrupt(f"tensors of dtype {space.dtype} do not hold what was written to them", hint="somebody else writes to them")
+            raise Corrupt(
+                f"tensors of dtype {space.dtype} do not hold what was written to them",
+                hint="somebody else writes to them",
+            )
         for name in space.names:
             if name in homes and not _is_addressable(homes[name]):
                 first = int(space.starts[space.index[name]])
                 lo, hi = np.searchsorted(changes.positions, [first, first + homes[name].numel()])
                 if lo < hi:
-                    _write_by_index(name, homes[name], changes.positions[lo:hi] - first, changes.values[lo:hi])
+                    _write_by_index(
+                        name, homes[name], changes.positions[lo:hi] - first, changes.values[lo:hi]
+                    )
 
 
 def _write_by_index(name: str, tensor: torch.Tensor, positions: Any, values: Any) -> None:
@@ -172,16 +181,22 @@ def _write_by_index(name: str, tensor: torch.Tensor, positions: Any, values: Any
     if not tensor.dim():
         bits.copy_(new.reshape(()))
         return
-    index = tuple(torch.from_numpy(i).to(tensor.device) for i in np.unravel_index(positions, tuple(tensor.shape)))
+    index = tuple(
+        torch.from_numpy(i).to(tensor.device) for i in np.unravel_index(positions, tuple(tensor.shape))
+    )
     bits[index] = new
     if not torch.equal(bits[index], new):
-        raise Corrupt(f"tensor {name!r} does not hold what was written to it", hint="somebody else writes to it")
+        raise Corrupt(
+            f"tensor {name!r} does not hold what was written to it", hint="somebody else writes to it"
+        )
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     dtype = TORCH_NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None or tensor.layout is not torch.strided or tensor.device.type == "meta":
-        raise UsageError(f"tensor {name!r} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; only dense tensors with data can be kept")
+        raise UsageError(
+            f"tensor {name!r} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; only dense tensors with data can be kept"
+        )
     return TensorSpec(name, dtype, tuple(tensor.shape))
 
 
@@ -194,4 +209,9 @@ def _is_addressable(tensor: torch.Tensor) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tensor.device, tensor.data_ptr() if tensor.numel() else id(tensor), tuple(tensor.shape), tensor.stride())
+    return (
+        tensor.device,
+        tensor.data_ptr() if tensor.numel() else id(tensor),
+        tuple(tensor.shape),
+        tensor.stride(),
+    )

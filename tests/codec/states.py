@@ -59,7 +59,9 @@ def change(bits: Bits, density: float, rng: np.random.Generator, reach: int = 10
     """A copy of which about `density` changed, by up to `reach`, one in ten of them to anything."""
     new = bits.copy()
     at = np.flatnonzero(rng.random(len(bits)) < density)
-    new[at] += rng.integers(1, reach + 1, len(at)).astype(bits.dtype) * rng.choice([1, -1], len(at)).astype(bits.dtype)
+    new[at] += rng.integers(1, reach + 1, len(at)).astype(bits.dtype) * rng.choice([1, -1], len(at)).astype(
+        bits.dtype
+    )
     wild = at[rng.random(len(at)) < 0.1]
     new[wild] = rng.integers(0, 1 << 63, len(wild), dtype=np.uint64).astype(bits.dtype)
     return new

@@ -29,7 +29,13 @@ def row_in(coding: Coding) -> tuple[Row, Memory]:
     old = random_bits(2, COUNT, rng)
     old[rng.random(COUNT) < 0.5] = 0x3F80
     base = memory_of(SPACE, old)
-    row = encode(SPACE, memory_of(SPACE, change(old, 0.02, rng, reach=3)), base, Interval("BF16", 0, COUNT), coding=coding).row
+    row = encode(
+        SPACE,
+        memory_of(SPACE, change(old, 0.02, rng, reach=3)),
+        base,
+        Interval("BF16", 0, COUNT),
+        coding=coding,
+    ).row
     assert row is not None
     return row, base
 
@@ -47,7 +53,9 @@ def refused(coding: Coding, message: str, **fields: Any) -> None:
 
 def small(**fields: Any) -> Row:
     """A row of ten elements, two of which change by 1, at 2 and 5."""
-    row = Row("t00000", 1, "BF16", (10,), 0, 10, 2, 0, "gap", 0, 2, b"\x02\x02", b"", b"\x02\x02", b"", Digest())
+    row = Row(
+        "t00000", 1, "BF16", (10,), 0, 10, 2, 0, "gap", 0, 2, b"\x02\x02", b"", b"\x02\x02", b"", Digest()
+    )
     return replace(row, **fields)
 
 

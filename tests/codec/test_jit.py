@@ -36,7 +36,9 @@ def test_machine_code_is_kept_between_processes(tmp_path: Path) -> None:
     )
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+        )
         for _ in range(2)
     ]
     assert [run.stdout.strip() for run in runs] == ["0", "1"]

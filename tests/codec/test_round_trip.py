@@ -9,7 +9,18 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from weightcast.codec import Changes, FlatSpace, Interval, Memory, decode, digest, encode, positions, reference, scatter
+from weightcast.codec import (
+    Changes,
+    FlatSpace,
+    Interval,
+    Memory,
+    decode,
+    digest,
+    encode,
+    positions,
+    reference,
+    scatter,
+)
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import UsageError
 from weightcast.schemas.shard import CODINGS, Coding, Row, decode_shard, encode_shard
@@ -37,7 +48,9 @@ def raw(row: Row, width: int) -> reference.Planes:
     )
 
 
-def send(space: FlatSpace, old: Bits, new: Bits, coding: Coding | None = None, lead: int | None = None) -> Row | None:
+def send(
+    space: FlatSpace, old: Bits, new: Bits, coding: Coding | None = None, lead: int | None = None
+) -> Row | None:
     """Encode, check all that must hold of the result, carry it through a shard, decode, apply, compare bits."""
     before, after = memory_of(space, old, lead=lead), memory_of(space, new, lead=lead)
     interval = whole(space)
@@ -60,7 +73,9 @@ def send(space: FlatSpace, old: Bits, new: Bits, coding: Coding | None = None, l
 
 @examples
 @given(WIDTHS, st.sampled_from([None, *CODINGS]), st.integers(0, 9), st.floats(0, 1), SEEDS)
-def test_any_bits_in_any_coding(width: int, coding: Coding | None, lead: int, density: float, seed: int) -> None:
+def test_any_bits_in_any_coding(
+    width: int, coding: Coding | None, lead: int, density: float, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     space = space_of(width, [(190,), (), (0, 7), (63,), (5, 13), (1,) * 3])
     old = random_bits(width, space.elements, rng)
@@ -145,11 +160,16 @@ def test_thousands_of_small_tensors_in_one_row(rng: np.random.Generator) -> None
     assert row.tensors > 19_900
 
 
-def test_encoding_is_deterministic_and_does_not_depend_on_where_the_bits_lie(rng: np.random.Generator) -> None:
+def test_encoding_is_deterministic_and_does_not_depend_on_where_the_bits_lie(
+    rng: np.random.Generator,
+) -> None:
     space = space_of(2, [(5000,)])
     old = random_bits(2, 5000, rng)
     new = change(old, 0.1, rng)
-    rows = [encode(space, memory_of(space, new, lead=k), memory_of(space, old), whole(space)).row for k in (0, 1, 0)]
+    rows = [
+        encode(space, memory_of(space, new, lead=k), memory_of(space, old), whole(space)).row
+        for k in (0, 1, 0)
+    ]
     assert rows[0] == rows[1] == rows[2]
 
 
@@ -159,7 +179,10 @@ def test_higher_level_is_not_longer(rng: np.random.Generator) -> None:
     old[::2] = 7
     new = old.copy()
     new[::2] += 1
-    rows = [encode(space, memory_of(space, new), memory_of(space, old), whole(space), level=k).row for k in (1, 19)]
+    rows = [
+        encode(space, memory_of(space, new), memory_of(space, old), whole(space), level=k).row
+        for k in (1, 19)
+    ]
     assert rows[0] is not None
     assert rows[1] is not None
     assert rows[1].nbytes <= rows[0].nbytes
@@ -208,7 +231,11 @@ def test_b002_equal_nan_is_no_change_and_another_payload_is_one() -> None:
 
 
 def test_b004_nan_and_integers_are_carried_like_anything_else() -> None:
-    row = send(space_of(2, [(4,)]), np.full(4, 0x3F80, np.uint16), np.array([0x3F80, 0x7FC0, 0x3F80, 0x3F80], np.uint16))
+    row = send(
+        space_of(2, [(4,)]),
+        np.full(4, 0x3F80, np.uint16),
+        np.array([0x3F80, 0x7FC0, 0x3F80, 0x3F80], np.uint16),
+    )
     assert row is not None
     assert (row.count, row.escaped) == (1, 1)
     row = send(space_of(8, [(3,)]), np.array([5, 1, 2], np.uint64), np.array([6, 1, 2], np.uint64))
@@ -217,7 +244,9 @@ def test_b004_nan_and_integers_are_carried_like_anything_else() -> None:
 
 
 def test_b006_changes_that_keep_the_low_byte_are_found() -> None:
-    row = send(space_of(2, [(3,)]), np.full(3, 0x3F80, np.uint16), np.array([0x4080, 0xBF80, 0x3F81], np.uint16))
+    row = send(
+        space_of(2, [(3,)]), np.full(3, 0x3F80, np.uint16), np.array([0x4080, 0xBF80, 0x3F81], np.uint16)
+    )
     assert row is not None
     assert row.count == 3
 

@@ -44,7 +44,9 @@ def test_seeds_are_those_of_the_reference() -> None:
 
 @examples
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=30), st.integers(SMALL, 40))
-def test_split_covers_the_space_once_and_keeps_large_tensors_apart(sizes: list[int], row_elements: int) -> None:
+def test_split_covers_the_space_once_and_keeps_large_tensors_apart(
+    sizes: list[int], row_elements: int
+) -> None:
     space = space_of(2, [(size,) for size in sizes])
     intervals = space.split(row_elements, SMALL)
     edges = [0, *(i.stop for i in intervals)]
