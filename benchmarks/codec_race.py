@@ -19,6 +19,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 import zstandard
+
 from weightcast.codec import Changes, Encoded, Geometry, Interval, Memory, decode, digest, encode, scatter
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.shard import Row

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Final, NoReturn
 
 import click
+
 from weightcast.schemas.errors import WeightcastError
 
 from .ending import (

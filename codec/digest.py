@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from weightcast.schemas.digest import Digest
 
 from . import kernels

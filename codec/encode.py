@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import UsageError
 from weightcast.schemas.shard import MAX_ROW_ELEMENTS, Coding, Row

@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import zstandard
+
 from weightcast.schemas.errors import Corrupt
 
 from .jit import kernel

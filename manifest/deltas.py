@@ -9,6 +9,7 @@ from concurrent.futures import Executor, Future
 from typing import Final, TypeVar
 
 import numpy as np
+
 from weightcast.codec import Changes, Geometry, Memory, decode, merge, scatter
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt

@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+
 from weightcast.codec import FlatSpace, Geometry, Memory, positions
 from weightcast.schemas.errors import WeightcastError
 from weightcast.schemas.layout import Layout, TensorSpec

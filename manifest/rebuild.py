@@ -13,6 +13,7 @@ from tempfile import mkdtemp
 from typing import Final
 
 import numpy as np
+
 from weightcast.codec import Geometry, Interval, Memory, digest, digest_all
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, Gap, NotFound, WeightcastError

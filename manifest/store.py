@@ -12,6 +12,7 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+
 from weightcast.schemas.errors import UsageError
 
 from .store_backend import Backend

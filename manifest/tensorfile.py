@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
 from weightcast.schemas.dtypes import width_of
 from weightcast.schemas.errors import Corrupt, NotFound, StorageError, WeightcastError
 from weightcast.schemas.layout import MAX_DIMENSIONS, TensorSpec

@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 
 import numpy as np
+
 from weightcast.codec import Changes, Geometry, gather, merge, scatter
 from weightcast.manifest.chain import Position
 from weightcast.manifest.deltas import collect

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
 from weightcast.codec import Encoded, Geometry, Interval, Memory, digest_all, encode
 from weightcast.codec.space import SMALL_ELEMENTS
 from weightcast.manifest.rebuild import State, digest_of, retained

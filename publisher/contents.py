@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
 from weightcast.manifest.tensorfile import Entry
 from weightcast.schemas.errors import Corrupt, NotFound, StorageError
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 
 import numpy as np
+
 from weightcast.codec import FlatSpace, Geometry, Interval, Memory, decode, encode
 from weightcast.manifest.deltas import apply_directly
 from weightcast.manifest.rebuild import State, carry_over

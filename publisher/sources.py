@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from weightcast.schemas.dtypes import TORCH_NAMES, WIDTHS
 from weightcast.schemas.errors import UsageError
 from weightcast.schemas.layout import TensorSpec

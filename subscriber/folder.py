@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+
 from weightcast.codec import Changes, Geometry, Memory, gather, scatter
 from weightcast.manifest.chain import Position
 from weightcast.manifest.tensorfile import INDEX_NAME, SINGLE_NAME, encode_index, split_into_files

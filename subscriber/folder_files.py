@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from weightcast.codec import Geometry, Memory
 from weightcast.manifest.tensorfile import INDEX_NAME, SINGLE_NAME, Entry, encode_header, read_header
 from weightcast.schemas.errors import Corrupt, StorageError, UsageError

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
+
 from weightcast.codec import Changes
 from weightcast.schemas.dtypes import WIDTHS
 from weightcast.schemas.errors import Corrupt

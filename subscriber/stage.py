@@ -7,6 +7,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
+
 from weightcast.codec import Changes, Geometry, Memory
 from weightcast.manifest.chain import Position
 from weightcast.manifest.deltas import DeltaFetcher, collect, fold

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+
 from weightcast.codec import Changes, FlatSpace, Geometry, Memory
 from weightcast.manifest.chain import Position
 from weightcast.schemas.layout import Layout

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+
 from weightcast.codec import Changes, FlatSpace, Geometry, Memory, gather, scatter
 from weightcast.manifest.chain import Position
 from weightcast.manifest.tensorfile import mapped, read_header

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from weightcast.manifest.store import Store, StoreSettings, open_store
 
 from .faultproxy import FaultProxy
-from .servers import S3Server, moto_server as run_moto, shared_seaweedfs
+from .servers import S3Server, shared_seaweedfs
+from .servers import moto_server as run_moto
 
 
 @pytest.fixture(scope="session")

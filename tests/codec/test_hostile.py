@@ -11,6 +11,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+
 from weightcast.codec import Memory, decode, encode, positions
 from weightcast.codec.space import Interval
 from weightcast.schemas.digest import Digest

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from weightcast.codec import Changes, Geometry, Memory, gather, merge, scatter
 from weightcast.schemas.errors import UsageError
 from weightcast.schemas.layout import Layout, TensorSpec

@@ -9,6 +9,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+
 from weightcast.codec import (
     Changes,
     FlatSpace,

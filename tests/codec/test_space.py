@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from weightcast.codec import Geometry, Interval, reference
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, UsageError

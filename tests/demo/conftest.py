@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from weightcast.demo.policy import PolicyConfig
 from weightcast.demo.task import ReverseTask
 

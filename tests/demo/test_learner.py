@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from weightcast.demo.learner import Learner, LearnerConfig, StepStats, advantages
 from weightcast.demo.policy import PolicyConfig, inference_copy
 from weightcast.demo.rollout import rollout

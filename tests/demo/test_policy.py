@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from weightcast.demo.learner import Learner
 from weightcast.demo.policy import Policy, PolicyConfig, inference_copy
 from weightcast.schemas.errors import UsageError

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load, save
+
 from weightcast.demo.policy import PolicyConfig, inference_copy
 from weightcast.demo.rollout import Rollouts, decode, encode, rollout
 from weightcast.demo.spool import MAX_FILE_BYTES, Spool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from weightcast.demo.rollout import Rollouts
 from weightcast.demo.staleness import fresh, is_fresh
 from weightcast.schemas.errors import UsageError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from weightcast.demo.task import ReverseTask
 from weightcast.schemas.errors import UsageError
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+
 from weightcast.manifest.store import Store
 from weightcast.schemas.errors import Corrupt, NotFound, Untrusted
 

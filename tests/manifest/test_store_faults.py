@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from weightcast.manifest.store import Pacing, Store, StoreSettings, open_store
 from weightcast.schemas.errors import Corrupt, NotFound, StorageError, Untrusted
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+
 from weightcast.manifest.store import Pacing, Store, StoreSettings, open_store
 from weightcast.manifest.store_generic import GenericBackend
 from weightcast.schemas.errors import Corrupt, NotFound, StorageError

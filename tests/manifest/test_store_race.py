@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from weightcast.manifest.store import open_store
 
 ROUNDS = 60

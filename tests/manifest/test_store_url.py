@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from weightcast.manifest.store import open_store
 from weightcast.manifest.store_url import parse_location
 from weightcast.schemas.errors import UsageError
