@@ -2,9 +2,10 @@
 
     python -m weightcast.benchmarks.codec_race --mib 512 --rounds 5
 
-Data: bf16 copies of fp32 masters, N(0, 0.02) scaled by layer, before and after one AdamW step whose moments have
-settled; the learning rate is set so that the wanted share of the bf16 elements changes. Every figure is the best of
-several rounds, and the rounds of all contestants are interleaved, so that ratios hold on a busy machine.
+Data: bf16 copies of fp32 masters, N(0, 0.02) scaled by layer, before and after one AdamW step whose moments
+have settled; the learning rate is set so that the wanted share of the bf16 elements changes. Every figure is
+the best of several rounds, and the rounds of all contestants are interleaved, so that ratios hold on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def to_bf16(values: F32) -> U16:
 
 
 def settled_step(layer: int) -> tuple[F32, F32]:
-    """fp32 masters [LAYER_ELEMENTS] of a layer, and the direction of their next AdamW step at learning rate 1."""
+    """fp32 masters [LAYER_ELEMENTS] of a layer, and their next AdamW step at learning rate 1."""
     rng = np.random.default_rng(layer)
     scale = np.float32(0.02 * (0.5 + layer % 4 / 2))
     master = rng.standard_normal(LAYER_ELEMENTS, np.float32) * scale
@@ -52,7 +53,7 @@ def settled_step(layer: int) -> tuple[F32, F32]:
         gradient = rng.standard_normal(LAYER_ELEMENTS, np.float32)
         moment = np.float32(BETA1) * moment + np.float32(1 - BETA1) * gradient
         square = np.float32(BETA2) * square + np.float32(1 - BETA2) * gradient * gradient
-    return master, moment / (np.sqrt(square) + np.float32(EPSILON))
+    return master, (moment / (np.sqrt(square) + np.float32(EPSILON))).astype(np.float32)
 
 
 def states(density: float, mib: int) -> tuple[U16, U16, float]:
@@ -180,7 +181,8 @@ def report(contest: Race, best: dict[str, float], share: float) -> None:
     for name, seconds in best.items():
         rate = 4 * contest.space.elements / seconds / 1e9
         print(
-            f"  {name:9} {1e3 * seconds:8.1f} ms  {rate:6.1f} GB/s of both inputs  {100 * best['scan'] / seconds:6.1f} % of scan"
+            f"  {name:9} {1e3 * seconds:8.1f} ms  {rate:6.1f} GB/s of both inputs  "
+            f"{100 * best['scan'] / seconds:6.1f} % of scan"
         )
     planes = {
         p: 8 * sum(len(getattr(r, p)) for r in rows) / changes for p in ("gaps", "lows", "steps", "escapes")
@@ -190,7 +192,8 @@ def report(contest: Race, best: dict[str, float], share: float) -> None:
         + "  ".join(f"{n} {b:.2f}" for n, b in planes.items())
     )
     print(
-        f"  gap_shift {sorted({r.gap_shift for r in rows})}; dense XOR + zstd-1: {8 * frames / changes:.2f} bits a change"
+        f"  gap_shift {sorted({r.gap_shift for r in rows})}; "
+        f"dense XOR + zstd-1: {8 * frames / changes:.2f} bits a change"
     )
 
 

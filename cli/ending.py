@@ -29,7 +29,9 @@ class OutputClosed(SystemExit):
 
 
 def report(kind: str, message: str, hint: str, *, json: bool, debug: bool) -> None:
-    """Say on stderr what went wrong, in one line and one for the hint; with `json`, as a document on stdout, too."""
+    """Say on stderr what went wrong, in one line and one for the hint; with `json`, as a document on
+    stdout, too.
+    """
     if debug:
         traceback.print_exc(file=sys.stderr)
     with contextlib.suppress(OSError):
@@ -50,7 +52,9 @@ def silence_stdout() -> None:
 
 
 class _Warnings(logging.Handler):
-    """Warnings of the package on stderr. Errors are left out: they end the command and are told by `report`."""
+    """Warnings of the package on stderr. Errors are left out: they end the command and are told by
+    `report`.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""

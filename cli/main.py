@@ -1,4 +1,6 @@
-"""Entry point: finds the subcommand, runs it, and turns whatever ends it into an exit code and one line on stderr."""
+"""Entry point: finds the subcommand, runs it, and turns whatever ends it into an exit code and one line on
+stderr.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ COMMANDS: Final[dict[str, str]] = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are called. Module `cli.NAME` has the command as `command`."""
+    """A group whose commands are imported when they are called. Module `cli.NAME` has the command as
+    `command`.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order of the table."""
@@ -88,7 +92,8 @@ def _show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     help="On a failure write the traceback, too (also: WEIGHTCAST_DEBUG=1).",
 )
 def cli() -> None:
-    """Carry the weights of a policy from a trainer to rollout engines, bit for bit, through shared storage alone.
+    """Carry the weights of a policy from a trainer to rollout engines, bit for bit, through shared storage
+    alone.
 
     ROOT is where a stream lies: a folder, or a URL such as s3://bucket/path.
     """

@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """How to reach the store, as the command line says; None: as the environment says. See `StoreSettings`."""
+    """How to reach the store, as the command line says; None: as the environment says."""
 
     endpoint_url: str | None = None
     region: str | None = None

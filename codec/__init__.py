@@ -1,7 +1,7 @@
-"""Bits in, bits out: what changed between two states of a layout, coded as shard rows, and back; and the state digest.
+"""Bits in, bits out: changes between two states of a layout as shard rows, and back; the state digest.
 
-Works on raw addresses, a row at a time, without the GIL: callers spread intervals over a thread pool. Knows neither
-torch nor files nor the store.
+Works on raw addresses, a row at a time, without the GIL: callers spread intervals over a thread pool. Knows
+neither torch nor files nor the store.
 """
 
 from .decode import Changes, decode, gather, merge, positions, scatter

@@ -121,7 +121,7 @@ def scatter(space: FlatSpace, memory: Memory, changes: Changes) -> None:
     """Write `changes` into `memory`. Idempotent. Releases the GIL.
 
     Raises:
-        UsageError: the memory is read-only or not of this space, or the changes are not ascending elements of it.
+        UsageError: the memory is read-only or not of this space, or the changes are not ascending in it.
     """
     if not memory.writable:
         raise UsageError("the memory to change is read-only")
@@ -159,7 +159,7 @@ def _check_ascending(space: FlatSpace, positions: npt.NDArray[np.int64]) -> None
 
 
 def _check(space: FlatSpace, row: Row) -> int:
-    """Check the figures of `row`, so that what they make a reader allocate is bounded; flat start of the interval."""
+    """Check the figures of `row`, so that what a reader allocates is bounded; flat start of the interval."""
     start = space.locate(row)
     gapped = row.coding == "gap"
     if row.coding not in ("gap", "dense", "whole"):

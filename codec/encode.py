@@ -1,4 +1,4 @@
-"""From two states of an interval to a shard row, the digest of the new one, and the digest of the difference."""
+"""From two states of an interval to a shard row, the digest of the new one, and that of the difference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .planes import compress_plane, spread_steps, write_gaps
 from .space import FlatSpace, Interval
 
 DENSE_DENSITY: Final = 0.5
-"""Changes per element from which on every element gets a step byte: one code then costs less than a gap and a step."""
+"""Changes per element from which on every element gets a step byte: that then costs less than gaps do."""
 
 WHOLE_FRACTION: Final = 0.5
 """Share of the raw new bits that the raw planes of the other codings must reach before `whole` is tried."""
@@ -37,8 +37,8 @@ class Encoded:
     Attributes:
         row: the changes, or None if there are none.
         digest: of all new bits of the interval.
-        change: sum over the changes found of (new - old) * R. Detection is right only if the digest of the old bits
-            and this add up to `digest`.
+        change: sum over the changes found of (new - old) * R. Detection is right only if the digest of the old
+            bits and this add up to `digest`.
     """
 
     row: Row | None
@@ -48,7 +48,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Changes of an interval: positions relative to it, new bits, step bytes, new bits of the escaped ones."""
+    """Changes of an interval: positions relative to it, new bits, step bytes, new bits that are escaped."""
 
     positions: npt.NDArray[np.uint32]
     news: npt.NDArray[Any]
@@ -139,9 +139,9 @@ def _row(space: FlatSpace, interval: Interval, planes: _Planes, digest: Digest) 
 
 
 class _Scratch(threading.local):
-    """Room for the changes of a row, kept from row to row: fresh pages would cost a tenth of the whole encoding.
+    """Room for the changes of a row, kept from row to row, because fresh pages are dear.
 
-    Only what a row fills is ever touched: 8 bytes a change at width 2, and no more than the densest row needed.
+    Only what a row fills is ever touched: 8 bytes a change at width 2, up to what the densest row needed.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,8 @@ def _gap(length: int, found: _Found, level: int) -> _Planes:
     gap_bytes = write_gaps(found.positions, count, shift, gaps, lows)
     return _Planes(
         "gap", count, len(found.escapes), shift, gap_bytes, compress_plane(gaps[:gap_bytes], level),
-        lows[:low_bytes].tobytes(), compress_plane(found.steps, level), compress_plane(found.escapes, level, noisy=False),
+        lows[:low_bytes].tobytes(), compress_plane(found.steps, level),
+        compress_plane(found.escapes, level, noisy=False),
     )  # fmt: skip
 
 

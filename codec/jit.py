@@ -1,10 +1,10 @@
 """How kernels are compiled, and the few operations on raw addresses that numba does not have.
 
-Widths come in through a *tag*, an unsigned numpy scalar whose value is ignored and whose type selects the variant:
-one source, one cached variant a width. Vector operations are written as generic LLVM vectors, which LLVM lowers to
-whatever the machine has.
+Widths come in through a *tag*, an unsigned numpy scalar whose value is ignored and whose type selects the
+variant: one source, one cached variant a width. Vector operations are written as generic LLVM vectors, which
+LLVM lowers to whatever the machine has.
 
-numba's cache looks at the file a kernel is in, not at this one: after a change here, delete `codec/__pycache__`.
+numba's cache looks at the file a kernel is in, not at this one: after a change here, touch `kernels.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _I64: Final = ir.IntType(64)
 
 
 def kernel(function: F) -> F:
-    """Compile on first call, without the GIL, and keep the machine code on disk where a folder for it can be written."""
+    """Compile on first call, without the GIL; keep the machine code on disk where a folder can be written."""
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     try:
         return cast(F, njit(cache=True, **options)(function))
@@ -93,7 +93,7 @@ def trailing_zeros(typingctx: Any, mask: Any) -> Any:
 
 @intrinsic
 def differ(typingctx: Any, left: Any, right: Any, tag: Any) -> Any:
-    """differ(left, right: uint64, tag) -> uint64: bit j says whether elements j of two groups of 64 differ."""
+    """differ(left, right: uint64, tag) -> uint64: bit j says whether elements j of two groups differ."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         group = ir.VectorType(context.get_value_type(tag), GROUP)
@@ -123,7 +123,7 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 def weigh(typingctx: Any, address: Any, vectors: Any, z0: Any, z1: Any, tag: Any) -> Any:
     """weigh(address: uint64, vectors: int64, z0, z1: uint64, tag) -> (uint64, uint64): the digest of a run.
 
-    Of the `8 * vectors` elements at `address`; z0 and z1 are seed + index * GOLDEN of the first, for the two lanes.
+    Of the `8 * vectors` elements at `address`; z0 and z1 are seed + index * GOLDEN of the first, a lane each.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

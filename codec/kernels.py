@@ -1,9 +1,9 @@
 """The loops over elements. Everything else in this package only prepares their arguments.
 
-Common arguments: `addresses` uint64 [n], byte address of each tensor of a flat space; `starts` int64 [n + 1] and
-`seeds` uint64 [n, 2] as in `FlatSpace`; `first`, the tensor in which the work begins; `tag`, see `jit`. Positions are
-elements of the flat space, or of the interval where they are said to be relative. Nothing here is checked: callers
-pass intervals inside the space and outputs that hold the worst case.
+Common arguments: `addresses` uint64 [n], byte address of each tensor of a flat space; `starts` int64 [n + 1]
+and `seeds` uint64 [n, 2] as in `FlatSpace`; `first`, the tensor in which the work begins; `tag`, see `jit`.
+Positions are elements of the flat space, or of the interval where they are said to be relative. Nothing here
+is checked: callers pass intervals inside the space and outputs that hold the worst case.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from .jit import (
 )
 
 BLOCK_BYTES: Final = 1024
-"""Bytes digested, then compared with the other side's. While a block is digested, the next one and the other side's
-are fetched: without that the digest ran at half its speed from memory, and longer blocks were slower."""
+"""Bytes digested, then compared with the other side's, out of the first-level cache. 2048 was slower."""
+
+AHEAD_BYTES: Final = 2048
+"""How far ahead of the work memory is fetched; without that the digest ran at half its speed."""
 
 LINE_BYTES: Final = 64
 """Bytes of a cache line."""
@@ -89,7 +91,7 @@ def digest_interval(
             count = min(BLOCK_BYTES // width(tag), end - at)
             index = at - starts[tensor]
             address = addresses[tensor] + np.uint64(index * width(tag))
-            fetch(address + np.uint64(BLOCK_BYTES), count * width(tag))
+            fetch(address + np.uint64(AHEAD_BYTES), count * width(tag))
             part0, part1 = digest_run(address, index, count, seeds[tensor, 0], seeds[tensor, 1], tag)
             lane0 += part0
             lane1 += part1
@@ -99,11 +101,10 @@ def digest_interval(
 
 
 @kernel
-def compare_run(
-    old: np.uint64, new: np.uint64, count: int, relative: int,
-    positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
-) -> int:  # fmt: skip
-    """Append the elements that differ to positions, olds and news at `found`; return the new `found`.
+def mark_run(
+    old: np.uint64, new: np.uint64, count: int, relative: int, positions: Positions, found: int, tag: Any
+) -> int:
+    """Append relative + i for the elements i that differ to positions at `found`; return the new `found`.
 
     Writes at most one entry an element and never past it, whatever the two sides do meanwhile.
     """
@@ -112,21 +113,32 @@ def compare_run(
         turn = 0
         while turn < 2 or mask != np.uint64(
             0
-        ):  # two turns without a look: cheaper than a branch that nobody predicts
-            i = group + trailing_zeros(mask | np.uint64(1 << 63))
-            a = load(old + np.uint64(i * width(tag)), tag)
-            b = load(new + np.uint64(i * width(tag)), tag)
-            positions[found], olds[found], news[found] = relative + i, a, b
-            found += (a != b) & (mask != np.uint64(0))  # a source that is being written may be equal by now
+        ):  # two turns without a look, for no processor predicts the changes
+            positions[found] = relative + group + trailing_zeros(mask | np.uint64(1 << 63))
+            found += mask != np.uint64(0)
             mask &= mask - np.uint64(1)
             turn += 1
     for i in range(count // GROUP * GROUP, count):
-        a = load(old + np.uint64(i * width(tag)), tag)
-        b = load(new + np.uint64(i * width(tag)), tag)
-        if a != b:
-            positions[found], olds[found], news[found] = relative + i, a, b
+        at = np.uint64(i * width(tag))
+        if load(old + at, tag) != load(new + at, tag):
+            positions[found] = relative + i
             found += 1
     return found
+
+
+@kernel
+def read_marked(
+    old: np.uint64, new: np.uint64, relative: int,
+    positions: Positions, olds: Bits, news: Bits, kept: int, found: int, tag: Any,
+) -> int:  # fmt: skip
+    """Read both sides of the entries [kept, found) of positions; keep those that differ; return their end."""
+    for i in range(kept, found):
+        position = positions[i]
+        at = np.uint64((np.int64(position) - relative) * width(tag))
+        a, b = load(old + at, tag), load(new + at, tag)
+        positions[kept], olds[kept], news[kept] = position, a, b
+        kept += a != b  # a source that is being written may be equal by now
+    return kept
 
 
 @kernel
@@ -146,16 +158,16 @@ def compare_interval(
             count = min(BLOCK_BYTES // width(tag), end - at)
             index = at - starts[tensor]
             shift = np.uint64(index * width(tag))
-            fetch(old[tensor] + shift, count * width(tag))
-            fetch(new[tensor] + shift + np.uint64(BLOCK_BYTES), count * width(tag))
+            fetch(old[tensor] + shift + np.uint64(AHEAD_BYTES), count * width(tag))
+            fetch(new[tensor] + shift + np.uint64(AHEAD_BYTES), count * width(tag))
             part0, part1 = digest_run(
                 new[tensor] + shift, index, count, seeds[tensor, 0], seeds[tensor, 1], tag
             )
             lane0 += part0
             lane1 += part1
-            found = compare_run(
-                old[tensor] + shift, new[tensor] + shift, count, at - start, positions, olds, news, found, tag
-            )
+            a, b = old[tensor] + shift, new[tensor] + shift
+            marked = mark_run(a, b, count, at - start, positions, found, tag)
+            found = read_marked(a, b, at - start, positions, olds, news, found, marked, tag)
             at += count
         tensor += 1
     return found, lane0, lane1
@@ -163,7 +175,7 @@ def compare_interval(
 
 @kernel
 def code_steps(olds: Bits, news: Bits, count: int, steps: Bytes, escapes: Bits) -> int:
-    """Step byte of each change into steps [count], and the new bits of those that need it into escapes; how many do."""
+    """Write the step byte of each change, and the new bits of those that need it to escapes; how many do."""
     escaped = 0
     sign = olds.itemsize * 8 - 1
     for i in range(count):
@@ -190,11 +202,13 @@ def digest_change(
         begin, end, stop = starts[tensor], starts[tensor + 1], done + 1
         while stop < count and np.int64(positions[stop]) + start < end:
             stop += 1
-        for i in range(done, stop):  # nothing but arithmetic, so that it becomes vectors
-            index = np.int64(positions[i]) + start - begin
-            step = np.uint64(news[i]) - np.uint64(olds[i])
-            lane0 += step * weight(seeds[tensor, 0], index)
-            lane1 += step * weight(seeds[tensor, 1], index)
+        at, old, new = positions[done:stop], olds[done:stop], news[done:stop]
+        shift, seed0, seed1 = start - begin, seeds[tensor, 0], seeds[tensor, 1]
+        for i in range(at.size):  # nothing but arithmetic, so that it becomes vectors
+            index = np.int64(at[i]) + shift
+            step = np.uint64(new[i]) - np.uint64(old[i])
+            lane0 += step * weight(seed0, index)
+            lane1 += step * weight(seed1, index)
         done = stop
     return lane0, lane1
 
@@ -220,7 +234,7 @@ def scatter(addresses: Words, starts: Ints, first: int, positions: Ints, values:
 
 
 @kernel
-def ascends(positions: Ints, elements: int) -> bool:
+def ascends(positions: Ints, elements: int) -> Any:
     """Whether positions strictly ascend inside [0, elements)."""
     last = np.int64(-1)
     for i in range(positions.size):
@@ -247,7 +261,7 @@ def overlay(positions: Ints, values: Bits, over_positions: Ints, over_values: Bi
 def merge(
     older: Ints, older_values: Bits, newer: Ints, newer_values: Bits, positions: Ints, values: Bits
 ) -> int:
-    """Merge two ascending change lists, the newer one winning, into outputs of both their sizes; entries written."""
+    """Merge two ascending lists, the newer one winning, into outputs of both their sizes; entries written."""
     i, j, n = 0, 0, 0
     while i < older.size and j < newer.size:
         take_newer = newer[j] <= older[i]

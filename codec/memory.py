@@ -166,6 +166,7 @@ def _address(space: FlatSpace, position: int, buffers: Mapping[str, Buffer]) -> 
         contiguous, can_write = buffer.flags.c_contiguous, buffer.flags.writeable or not nbytes
     if found != nbytes or not contiguous:
         raise UsageError(
-            f"tensor {name!r} needs {nbytes} bytes in C order, found {found}{'' if contiguous else ', not contiguous'}"
+            f"tensor {name!r} needs {nbytes} bytes in C order, found {found}"
+            f"{'' if contiguous else ', not contiguous'}"
         )
     return (address if nbytes else 0), owner, can_write

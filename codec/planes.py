@@ -29,7 +29,7 @@ Bytes = npt.NDArray[np.uint8]
 def write_gaps(positions: npt.NDArray[np.uint32], count: int, shift: int, gaps: Bytes, lows: Bytes) -> int:
     """Code ascending positions [count] into the planes `gaps` and `lows`; bytes of `gaps` used.
 
-    `gaps` must hold count + (last position >> shift) // 255 bytes, `lows` count * shift / 8 bytes, rounded up, and 8.
+    `gaps` must hold count + (last position >> shift) // 255 bytes, `lows` count * shift / 8, rounded up.
     """
     used, low, pending, held = 0, 0, np.uint64(0), 0
     mask = (np.int64(1) << shift) - 1
@@ -60,7 +60,7 @@ def write_gaps(positions: npt.NDArray[np.uint32], count: int, shift: int, gaps: 
 def read_gaps(
     gaps: Bytes, lows: Bytes, shift: int, length: int, start: int, positions: npt.NDArray[np.int64]
 ) -> bool:
-    """Decode positions [count], plus `start`; False unless both planes are used up and positions stay below `length`.
+    """Decode positions [count], plus `start`; False unless planes are used up, positions below `length`.
 
     `lows` must have count * shift / 8 bytes, rounded up.
     """
@@ -98,7 +98,7 @@ def spread_steps(positions: npt.NDArray[np.uint32], count: int, steps: Bytes, ou
 
 @kernel
 def find_steps(plane: Bytes, start: int, positions: npt.NDArray[np.int64], steps: Bytes) -> bool:
-    """Positions, plus `start`, and bytes of the non-zero bytes; False unless they are as many as the outputs hold."""
+    """Find the non-zero bytes and their positions, plus `start`; False unless they fill the outputs."""
     found = 0
     for i in range(plane.size):
         if plane[i] != 0:
@@ -112,9 +112,9 @@ def find_steps(plane: Bytes, start: int, positions: npt.NDArray[np.int64], steps
 
 @kernel
 def apply_steps(steps: Bytes, escapes: npt.NDArray[Any], values: npt.NDArray[Any]) -> int:
-    """Turn old bits into new ones, in place. 0, or what is wrong: 1 a zero step, 2 escapes, 3 an escape changes nothing.
+    """Turn old bits into new ones, in place; 0, or what is wrong.
 
-    Escapes are wrong when they are not exactly used up.
+    1: a step is zero; 2: the escapes are not exactly used up; 3: an escape changes nothing.
     """
     used = 0
     for i in range(steps.size):
@@ -142,9 +142,9 @@ _HUFFMAN: Final = {
     "target_length": 0,
     "strategy": zstandard.STRATEGY_FAST,
 }
-"""As close to Huffman coding alone as zstd comes: gaps and steps repeat by chance only, and each match that is taken
-costs more than it saves. Against level 1 on settled AdamW data: steps 2.28 instead of 2.48 bits, gaps the same, in
-less time (`benchmarks/codec_race.py`)."""
+"""As close to Huffman coding alone as zstd comes: gaps and steps repeat by chance only, and each match that
+is taken costs more than it saves. Against level 1 on settled AdamW data: steps 2.28 instead of 2.48 bits,
+gaps the same, in less time (`benchmarks/codec_race.py`)."""
 
 
 class _PerThread(threading.local):
@@ -206,6 +206,6 @@ def expand_plane(data: bytes, raw_bytes: int, tensor: str, plane: str) -> Bytes:
     except zstandard.ZstdError as error:
         found = str(error)
     raise Corrupt(
-        f"row of tensor {tensor!r}: plane {plane} of {len(data)} bytes, expected {raw_bytes} raw bytes or one "
-        f"shorter zstd frame of them, found {found}"
+        f"row of tensor {tensor!r}: plane {plane} of {len(data)} bytes, expected {raw_bytes} raw bytes "
+        f"or one shorter zstd frame of them, found {found}"
     )

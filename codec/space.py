@@ -1,4 +1,4 @@
-"""Where the elements of a layout are: one flat space a dtype, its tensors, and the intervals that rows cover."""
+"""Where the elements of a layout are: a flat space a dtype, its tensors, the intervals that rows cover."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.shard import MAX_ROW_ELEMENTS, Row
 
 ROW_ELEMENTS: Final = 1 << 22
-"""Elements of a row that `split` aims at: at 0.2 % density its planes are 8 kB, and a Huffman table is 1 % of that."""
+"""Elements of a row that `split` aims at: at 0.2 % density a plane has 8 kB, a Huffman table 1 % of it."""
 
 SMALL_ELEMENTS: Final = 1 << 16
 """Tensors below this many elements share rows (docs/format.md, delta shard)."""
@@ -39,7 +39,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An interval in the words of a shard row: first tensor, how many are reached into, its shape if one, offset."""
+    """An interval in the words of a shard row: first tensor, number of tensors, shape if one, offset."""
 
     tensor: str
     tensors: int
@@ -107,7 +107,7 @@ class FlatSpace:
         """Flat start of the interval of `row`, after checking that the row fits this space.
 
         Raises:
-            Corrupt: dtype, tensor, shape, offset, length or `tensors` are not those of an interval of this space.
+            Corrupt: dtype, tensor, shape, offset, length or `tensors` are not those of an interval of it.
         """
         position = self.index.get(row.tensor) if row.dtype == self.dtype else None
         if position is None:

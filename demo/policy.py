@@ -164,9 +164,7 @@ class Policy(nn.Module):
         """Return fp32 next-token logits [B, T, V] for int64 tokens [B, T]."""
         hidden_BTD = self.model(tokens_BT)
         logits_BTV: Tensor = linear(hidden_BTD, self.model.embed_tokens.weight).float()
-        return logits_BTV * float(
-            self.config.width**-0.5
-        )  # keeps the random policy close to uniform at any width
+        return logits_BTV * float(self.config.width**-0.5)  # so the random policy is near uniform
 
     def answer_logprobs(self, tokens_BT: Tensor, prompt_length: int, *, temperature: float = 1.0) -> Tensor:
         """Return the fp32 log-probabilities [B, A] of the tokens after the first `prompt_length`."""

@@ -9,6 +9,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Final
 
+import numpy as np
+
 from weightcast.schemas.errors import StorageError, UsageError
 from weightcast.schemas.layout import TensorSpec
 from weightcast.schemas.manifest import ObjectRef
@@ -38,8 +40,8 @@ def export(
 ) -> list[str]:
     """Write `state` and companion `files` as the checkpoint `folder`, which appears whole or not at all.
 
-    Tied tensors are written under each of their names, so that loaders need not know of the tie. The folder is
-    built beside `folder`, synced, then renamed.
+    Tied tensors are written under each of their names, so that loaders need not know of the tie. The folder
+    is built beside `folder`, synced, then renamed.
 
     Args:
         state: the tensors.
@@ -125,7 +127,7 @@ def _write_weights(state: State, specs: Sequence[TensorSpec], path: Path) -> Non
             flat = state.memory.tensor(spec.tied_to or spec.name).reshape(-1)
             step = PIECE_BYTES // spec.width
             for begin in range(0, len(flat), step):
-                file.write(memoryview(flat[begin : begin + step]).cast("B"))
+                file.write(flat[begin : begin + step].view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -138,7 +140,9 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _put_in_place(fresh: Path, folder: Path) -> None:
-    """Rename `fresh` to `folder`; what is there moves aside first, and is removed when the new one is in place."""
+    """Rename `fresh` to `folder`; what is there moves aside first, and is removed when the new one is in
+    place.
+    """
     descriptor = os.open(fresh, os.O_RDONLY)
     try:
         os.fsync(descriptor)

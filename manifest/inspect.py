@@ -1,4 +1,5 @@
-"""Read-only questions about a stream: its log, one version, its state. Values in, values out; nothing is printed.
+"""Read-only questions about a stream: its log, one version, its state. Values in, values out; nothing is
+printed.
 
 What needs tensors lies in `inspect_changes` and `inspect_verify`, so that these questions start fast.
 """
@@ -70,7 +71,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """How much of one tensor a version changed. `tied_to`: it has no bytes of its own, and counts that one's changes."""
+    """How much of one tensor a version changed. `tied_to`: it has no bytes of its own, and counts that
+    one's changes.
+    """
 
     name: str
     dtype: str
@@ -114,7 +117,9 @@ class VersionDetails:
 
 @dataclass(frozen=True, slots=True)
 class ReaderStatus:
-    """What a subscriber said last. `lag`: versions behind the head; `age_s`: None if its time cannot be read."""
+    """What a subscriber said last. `lag`: versions behind the head; `age_s`: None if its time cannot be
+    read.
+    """
 
     reader: str
     version: int
@@ -157,7 +162,8 @@ class Status:
 def log(
     reader: StreamReader, limit: int = 20, before: int | None = None, *, threads: int = THREADS
 ) -> list[LogEntry]:
-    """The newest `limit` versions, or those before version `before`; newest first. Their hash chain is checked.
+    """The newest `limit` versions, or those before version `before`; newest first. Their hash chain is
+    checked.
 
     Raises:
         Untrusted: a manifest breaks the chain.
@@ -271,7 +277,9 @@ def _snapshot_folder(reader: StreamReader, position: Position) -> str | None:
 
 
 def status(reader: StreamReader, now: datetime, *, threads: int = THREADS) -> Status:
-    """The stream at a glance, at the time `now`. Lists the store; reads the manifests since the newest snapshot."""
+    """The stream at a glance, at the time `now`. Lists the store; reads the manifests since the newest
+    snapshot.
+    """
     head = reader.head()
     snapshots = [v for v, _ in reader.snapshot_keys() if head is not None and v <= head]
     newest = max(snapshots, default=None)

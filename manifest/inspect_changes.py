@@ -185,7 +185,7 @@ def _differing(a: State, b: State, name: str, begin: int, end: int) -> int:
 
 
 def _tensor_diff(a: Layout, b: Layout, name: str, counted: int | None) -> TensorDiff:
-    old, new = (layout[name] if name in layout else None for layout in (a, b))
+    old, new = _find(a, name), _find(b, name)
     kind: DiffKind = "removed" if new is None else "added" if old is None else "reshaped"
     if counted is not None:
         kind = "changed" if counted else "same"
@@ -202,3 +202,7 @@ def _tensor_diff(a: Layout, b: Layout, name: str, counted: int | None) -> Tensor
         elements=elements,
         changed=elements if counted is None else counted,
     )
+
+
+def _find(layout: Layout, name: str) -> TensorSpec | None:
+    return layout[name] if name in layout else None  # noqa: SIM401 - a Layout has no get()

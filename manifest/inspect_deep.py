@@ -34,7 +34,8 @@ class Chain(Protocol):
 def rebuild_all(reader: StreamReader, chain: Chain, snapshots: Mapping[int, str], last: int) -> None:
     """Rebuild versions `floor` to `last` and compare digests; `snapshots` are those that are whole.
 
-    After a version that cannot be rebuilt the next whole snapshot is taken up; those in between are listed as one gap.
+    After a version that cannot be rebuilt the next whole snapshot is taken up; those in between are listed
+    as one gap.
     """
     lost: list[int] = []
     state: State | None = None

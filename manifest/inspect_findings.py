@@ -9,7 +9,8 @@ from typing import Final
 from weightcast.schemas.errors import NotFound, StorageError, WeightcastError
 
 MAX_STORE_FAILURES: Final = 8
-"""Objects the store may fail to deliver before it counts as down: each has been tried for a minute by then."""
+"""Objects the store may fail to deliver before it counts as down: each has been tried for a minute by then.
+"""
 
 Progress = Callable[[str, int], None]
 """(what is being checked, how many were): called often, from one thread."""
@@ -22,8 +23,8 @@ class Problem:
     Attributes:
         version: that it belongs to; None for the stream as a whole.
         object: the key, or the versions, concerned.
-        kind: as of the errors: "untrusted", "unsupported", "corrupt", "gap" (something is missing) or "storage".
-        message: what was expected and what was found.
+        kind: as of the errors: "untrusted", "unsupported", "corrupt", "gap" (something is missing) or
+        "storage". message: what was expected and what was found.
     """
 
     version: int | None
@@ -85,7 +86,8 @@ class Findings:
         """Note damage; the same one twice is one.
 
         Raises:
-            StorageError: `error` is one, and not the first few: the store is down, and the rest cannot be judged.
+            StorageError: `error` is one, and not the first few: the store is down, and the rest cannot be
+            judged.
         """
         if isinstance(error, StorageError):
             self._store_failures += 1

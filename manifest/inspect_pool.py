@@ -17,7 +17,9 @@ THREADS: Final = 8
 
 @contextmanager
 def workers(threads: int = THREADS) -> Iterator[Executor]:
-    """A pool that is done when the block ends, and that drops what it has not begun if the block is interrupted."""
+    """A pool that is done when the block ends, and that drops what it has not begun if the block is
+    interrupted.
+    """
     pool = ThreadPoolExecutor(threads, "weightcast-inspect")
     try:
         yield pool

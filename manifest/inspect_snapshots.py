@@ -1,4 +1,6 @@
-"""Checking snapshots: their manifests, every file by size and SHA-256, and, if asked for, the state they hold."""
+"""Checking snapshots: their manifests, every file by size and SHA-256, and, if asked for, the state they
+hold.
+"""
 
 from __future__ import annotations
 
@@ -107,10 +109,10 @@ class SnapshotCheck:
                     self._findings.add(position.version, f"{snapshot.folder}/{ref.name}", error)
         if whole and sorted(found, key=lambda s: (s.dtype, s.name)) != list(layout.stored):
             whole = False
-            error = Corrupt(
+            problem = Corrupt(
                 "the snapshot's weight files do not hold exactly the tensors of the version's layout"
             )
-            self._findings.add(position.version, snapshot_manifest_key(snapshot.folder), error)
+            self._findings.add(position.version, snapshot_manifest_key(snapshot.folder), problem)
         return whole
 
     def _state(self, snapshot: Snapshot, position: Position, layout: Layout, folder: Path) -> bool:

@@ -1,13 +1,15 @@
 """Checking a whole stream. Every problem is listed; none ends the search.
 
-The quick mode checks the hash chain of the manifests, and size, SHA-256 and structure of everything they name. The deep
-mode also rebuilds every version and compares digests. Missing data below the floor was pruned: no problem.
+The quick mode checks the hash chain of the manifests, and size, SHA-256 and structure of everything they
+name. The deep mode also rebuilds every version and compares digests. Missing data below the floor was
+pruned: no problem.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from weightcast.codec import Geometry, positions
 from weightcast.codec.planes import expand_plane
@@ -123,7 +125,9 @@ class _Check:
         return version <= self.floor
 
     def positions(self, last: int) -> Iterator[Position | None]:
-        """Versions 0 to `last`; None where the manifest is missing or broken, after which the chain starts anew."""
+        """Versions 0 to `last`; None where the manifest is missing or broken, after which the chain starts
+        anew.
+        """
         chain = self.reader.chain()
         with workers(self.threads) as pool:
             for version, future in ahead(pool, self._manifest, range(last + 1), MANIFESTS_AHEAD):
@@ -247,6 +251,6 @@ def _check_row(geometry: Geometry, row: Row) -> Span:
 
 def _check_distinct(spans: list[Span]) -> None:
     spans.sort()
-    for (dtype, _, end), (other, begin, _) in zip(spans, spans[1:], strict=False):
+    for (dtype, _, end), (other, begin, _) in pairwise(spans):
         if dtype == other and begin < end:
             raise Corrupt(f"two rows of the version overlap in the {dtype} space at element {begin}")

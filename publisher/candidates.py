@@ -1,53 +1,15 @@
-"""Which of the checkpoints in a watched folder is the next one. Pure: what was seen goes in, a choice comes out."""
+"""Which checkpoint of a watched folder is the next one. Pure: what was seen goes in, a choice comes out."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
-from .contents import Stamp
+from .sightings import Sighting
 
 Existing = Literal["newest", "all", "ignore"]
-
-_TEMPORARY: Final = re.compile(r"\..*|tmp[-_.].*|.*[-_.]tmp([-_.].*)?|.*\.(incomplete|partial)")
-"""Names under which trainers write what they rename later; orbax writes `N.orbax-checkpoint-tmp-M`."""
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a folder of this name is one that its writer has not finished."""
-    return _TEMPORARY.fullmatch(name) is not None
-
-
-@dataclass(frozen=True)
-class Sighting:
-    """A checkpoint folder as it was at one look.
-
-    Attributes:
-        path: the folder, resolved: a symbolic link and what it leads to are one candidate.
-        weights: the folder in it that has the weights; often `path` itself.
-        step: what `path` is named after.
-        files: the stamps of everything in `weights` that matters.
-        marked: whether the marker is there, or none is needed.
-    """
-
-    path: Path
-    weights: Path
-    step: int | None
-    files: tuple[Stamp, ...]
-    marked: bool = True
-
-    @property
-    def modified_ns(self) -> int:
-        """Modification time of the newest file; 0 if there is none."""
-        return max((s[3] for s in self.files), default=0)
-
-    @property
-    def save(self) -> int:
-        """Tells this save from another one in the same folder."""
-        return hash((self.files, self.marked))
 
 
 @dataclass(frozen=True)
@@ -61,8 +23,9 @@ class Choice:
 class Candidates:
     """Remembers what was seen and what became of it.
 
-    A candidate is finished when nothing in it changed for `settle_s` seconds of looking, and it is marked. It is done
-    when it was published, replaced or refused, and stays so until it changes.
+    A candidate may be finished when nothing in it changed for `settle_s` seconds of looking, and it is
+    marked. Then it may be chosen, unless it was published, replaced or ignored and its weights did not change
+    since, or was refused and nothing of it did.
 
     Args:
         settle_s: seconds.
@@ -76,7 +39,9 @@ class Candidates:
         self._existing = existing
         self._every = every
         self._since: dict[Path, tuple[int, float]] = {}
-        self._done: dict[Path, int] = {}  # not forgotten when a folder goes: `latest` may lead there again
+        # Neither is forgotten when a folder goes: `latest` may lead there again.
+        self._done: dict[Path, int] = {}
+        self._refused: dict[Path, int] = {}
         self._due: set[Path] | None = None
         self._seen: list[Sighting] = []
 
@@ -85,17 +50,17 @@ class Candidates:
         self._seen = list({s.path: s for s in sightings}.values())
         since = {}
         for seen in self._seen:
-            save, start = self._since.get(seen.path, (None, now_s))
-            since[seen.path] = (seen.save, start if save == seen.save else now_s)
+            look, start = self._since.get(seen.path, (None, now_s))
+            since[seen.path] = (seen.look, start if look == seen.look else now_s)
         self._since = since
         if self._due is None:
             self._due = {s.path for s in self._seen} if self._existing == "all" else set()
             if self._existing == "ignore":
                 self._done.update({s.path: s.save for s in self._seen})
 
-    def choose(self, now_s: float) -> Choice | None:
-        """The next checkpoint, if one is finished."""
-        ready = in_order(s for s in self._seen if self._is_ready(s, now_s))
+    def choose(self, now_s: float, without: Collection[Path] = ()) -> Choice | None:
+        """The next checkpoint, if one is finished. `without`: folders that are left aside this time."""
+        ready = in_order(s for s in self._seen if s.path not in without and self._is_ready(s, now_s))
         due = self._due or set()
         for position, sighting in enumerate(ready):
             if self._every or sighting.path in due or sighting is ready[-1]:
@@ -105,16 +70,18 @@ class Candidates:
     def settle(self, choice: Choice) -> None:
         """The choice is published; what it replaced never will be."""
         for sighting in (*choice.replaced, choice.sighting):
-            self.refuse(sighting)
+            self._done[sighting.path] = sighting.save
+            if self._due:
+                self._due.discard(sighting.path)
 
     def refuse(self, sighting: Sighting) -> None:
-        """Do not choose this one again, unless it changes."""
-        self._done[sighting.path] = sighting.save
-        if self._due:
-            self._due.discard(sighting.path)
+        """Do not choose this one again, unless something in it changes."""
+        self._refused[sighting.path] = sighting.look
 
     def _is_ready(self, seen: Sighting, now_s: float) -> bool:
-        if not seen.files or not seen.marked or self._done.get(seen.path) == seen.save:
+        if not seen.files or not seen.marked:
+            return False
+        if self._done.get(seen.path) == seen.save or self._refused.get(seen.path) == seen.look:
             return False
         return now_s - self._since[seen.path][1] >= self._settle_s
 

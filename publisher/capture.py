@@ -126,7 +126,7 @@ def capture_fresh(found: Iterable[Item], label: Label, pool: Executor) -> Captur
         again = item.tie is not None and owners.setdefault(item.tie, item.spec.name) != item.spec.name
         copies[item.spec.name] = replace(item, address=0, owner=None) if again else item.copied()
     ties = tied(copies.values())
-    geometry = Geometry(Layout.of(replace(i.spec, tied_to=ties.get(i.spec.name)) for i in copies.values()))
+    geometry = Geometry(Layout.of(_with_tie(i.spec, ties) for i in copies.values()))
     if not len(geometry.layout):
         raise UsageError("there is no tensor to publish", hint="pass model.state_dict()")
     memory = Memory.over(geometry, {n: (i.address, i.spec.nbytes, i.owner) for n, i in copies.items()})
@@ -174,13 +174,10 @@ class DeltaCapture:
     def _take(self, item: Item) -> Item:
         """Deal with one item, at once if it will not last."""
         spec = item.spec
-        again = item.tie is not None and item.tie in self._done.values()
-        if (
-            not item.lasting
-            and not again
-            and self._known.get(spec.name) == spec
-            and spec.elements >= SMALL_ELEMENTS
-        ):
+        at_once = not item.lasting and spec.elements >= SMALL_ELEMENTS and self._known.get(spec.name) == spec
+        if at_once and item.tie is not None and item.tie in self._done.values():
+            pass  # another name of a tensor that was dealt with
+        elif at_once:
             memory = Memory.blank(self._state.geometry)
             memory.place(spec.name, item.address, item.owner)
             space = self._state.geometry[spec.dtype]
@@ -194,7 +191,7 @@ class DeltaCapture:
             self._done[spec.name] = item.tie
         else:
             self._waiting[spec.name] = item if item.lasting else item.copied()
-        return replace(item, address=0, owner=None)
+        return Item(spec, 0, None, item.lasting, item.identity)
 
     def _finish(self, every: Sequence[Item], drop: Collection[str]) -> None:
         state, capture = self._state, self._capture
@@ -237,6 +234,10 @@ class DeltaCapture:
                 self._capture.rows.add(interval, encoded.row)
 
 
+def _with_tie(spec: TensorSpec, ties: Mapping[str, str]) -> TensorSpec:
+    return replace(spec, tied_to=ties[spec.name]) if spec.name in ties else spec
+
+
 def _refuse_twice(item: Item, taken: Collection[str]) -> None:
     if item.spec.name in taken:
         raise UsageError(
@@ -248,7 +249,7 @@ def _next_layout(
     before: Layout, every: Sequence[Item], ties: Mapping[str, str], drop: Collection[str]
 ) -> Layout:
     """The layout of the tensors found, after checking that they cover the layout before."""
-    specs = {i.spec.name: replace(i.spec, tied_to=ties.get(i.spec.name)) for i in every}
+    specs = {i.spec.name: _with_tie(i.spec, ties) for i in every}
     for spec in before:  # a second name that this source does not list stays tied to the first
         if spec.name not in specs and spec.tied_to in specs and spec.name not in drop:
             target = specs[spec.tied_to]

@@ -41,7 +41,7 @@ _COMPANIONS: Final = re.compile(
 _UNREADABLE: Final = (".bin", ".pt", ".pth", ".ckpt")
 _NOT_WEIGHTS: Final = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 """What trainers save beside the weights in such formats."""
-_STEP: Final = re.compile(r"(?:checkpoint|global_step|step|iter)[-_](\d{1,18})")
+_STEP: Final = re.compile(r"(?:checkpoint|global_step|step|iter)[-_]([0-9]{1,18})")
 
 
 def step_in_name(folder: Path) -> int | None:
@@ -85,27 +85,36 @@ class Checkpoint:
     Attributes:
         folder: the resolved folder.
         weights: its weight files, each with its tensors.
-        fingerprint: the stamps of weight files, index and companion files; another one, another save.
+        fingerprint: the stamps of weight files and index; another one, another save.
+        aside: the stamps of the companion files.
     """
 
     folder: Path
     weights: Weights
     fingerprint: tuple[Stamp, ...]
+    aside: tuple[Stamp, ...] = ()
 
     def companions(self) -> dict[str, bytes]:
         """Config and tokenizer files, by name.
 
         Raises:
             NotFound: the folder or a file in it is gone.
+            Corrupt: a file was written to since the checkpoint was looked at.
             StorageError: a file cannot be read.
         """
         with file_errors(self.folder):
-            return {check_file_name(path.name): path.read_bytes() for path in _companions(self.folder)}
+            found = {check_file_name(name): (self.folder / name).read_bytes() for name, *_ in self.aside}
+            if _aside(self.folder) != self.aside:
+                raise Corrupt(
+                    f"{self.folder}: config or tokenizer changed", hint="the trainer is saving over it"
+                )
+            return found
 
     def is_unchanged(self) -> bool:
         """Whether the files on disk are still those that were looked at."""
         try:
-            return self.fingerprint == _fingerprint([p for p, _ in self.weights], self.folder)
+            weights = _fingerprint([p for p, _ in self.weights], self.folder)
+            return (weights, _aside(self.folder)) == (self.fingerprint, self.aside)
         except OSError:
             return False
 
@@ -142,12 +151,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         if not folder.is_dir():
             raise NotFound(f"{folder} is not a folder")
         paths, index = _weight_files(folder)
-        before = _fingerprint(paths, folder)
+        before, aside = _fingerprint(paths, folder), _aside(folder)
         weights = tuple((p, tuple(read_header(p))) for p in paths)
         _check_distinct(weights, index, folder)
         if before != _fingerprint(paths, folder):
             raise Corrupt(f"{folder} changed while it was looked at", hint="the trainer is still writing")
-        return Checkpoint(folder, weights, before)
+        return Checkpoint(folder, weights, before, aside)
 
 
 @dataclass(frozen=True)
@@ -221,6 +230,8 @@ def _check_distinct(weights: Weights, index: _Index | None, folder: Path) -> Non
             if name in found:
                 raise Corrupt(f"{folder}: tensor {name!r} is in both {found[name]} and {path.name}")
             found[name] = path.name
+    if not found:
+        raise Corrupt(f"{folder} has no tensors")
     if index is None:
         return
     if found != index.files:
@@ -233,13 +244,14 @@ def _check_distinct(weights: Weights, index: _Index | None, folder: Path) -> Non
         log.warning("%s: total_size is %d, the tensors have %d", folder / INDEX_NAME, index.total_size, total)
 
 
-def _companions(folder: Path) -> list[Path]:
-    """The config and tokenizer files of a folder, by name."""
-    found = (p for p in folder.iterdir() if is_companion(p.name))
-    return sorted(p for p in found if p.is_file() and p.stat().st_size <= MAX_COMPANION_BYTES)
-
-
 def _fingerprint(paths: list[Path], folder: Path) -> tuple[Stamp, ...]:
     index = folder / INDEX_NAME
-    every = [*paths, *([index] if index.exists() else []), *_companions(folder)]
+    every = [*paths, *([index] if index.exists() else [])]
     return tuple(stamp(p.name, os.stat(p)) for p in every)
+
+
+def _aside(folder: Path) -> tuple[Stamp, ...]:
+    """The stamps of config and tokenizer files, by name."""
+    found = sorted(p for p in folder.iterdir() if is_companion(p.name) and p.is_file())
+    stamps = (stamp(p.name, os.stat(p)) for p in found)
+    return tuple(s for s in stamps if s[2] <= MAX_COMPANION_BYTES)

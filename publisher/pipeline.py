@@ -93,6 +93,11 @@ class Pipeline:
             if self._dead or error:
                 raise self._dead or error  # type: ignore[misc]
 
+    @property
+    def dead(self) -> WeightcastError | None:
+        """What makes this pipeline useless for good, if something did."""
+        return self._dead
+
     def told(self, error: BaseException) -> None:
         """Note that somebody who waited was told of `error`: `check` need not raise it as well."""
         with self._changed:

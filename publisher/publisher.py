@@ -17,7 +17,14 @@ from weightcast.manifest.commit import Writer, create_stream
 from weightcast.manifest.store import Store, open_store
 from weightcast.manifest.stream import StreamReader
 from weightcast.manifest.tensorfile import INDEX_NAME
-from weightcast.schemas.errors import Conflict, NotFound, StorageError, Untrusted, UsageError
+from weightcast.schemas.errors import (
+    Conflict,
+    NotFound,
+    StorageError,
+    Untrusted,
+    UsageError,
+    WeightcastError,
+)
 from weightcast.schemas.manifest import MAX_METADATA_BYTES, VersionManifest
 from weightcast.schemas.names import check_file_name
 from weightcast.schemas.settings import PublisherSettings
@@ -143,6 +150,11 @@ class Publisher:
         """The last committed version that this publisher knows of."""
         baseline = self._pipeline.baseline if self._pipeline else None
         return baseline.position.version if baseline else None
+
+    @property
+    def broken(self) -> WeightcastError | None:
+        """Why this publisher can publish nothing more, if so; open another, or stop if it is a Conflict."""
+        return self._pipeline.dead if self._pipeline else None
 
     def publish(
         self,

@@ -8,6 +8,7 @@ gone when the next one is asked for, so each is dealt with before that.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -52,7 +53,7 @@ class Item:
     @property
     def tie(self) -> tuple[object, ...] | None:
         """Equal for two items that are one tensor and have the same bits; a cast may have told them apart."""
-        return None if self.identity is None else (*self.identity, self.spec.dtype, self.spec.shape)
+        return None if self.identity is None else (self.identity, self.spec.dtype, self.spec.shape)
 
     def array(self) -> npt.NDArray[np.uint8]:
         """The bytes, without a copy."""
@@ -91,13 +92,13 @@ def dtype_name(tensor: Any, name: str) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors dtype name.
+    """The torch dtype of a dtype name: safetensors' (`BF16`) or torch's (`bfloat16`).
 
     Raises:
         UsageError: this torch has no such dtype.
     """
     try:
-        return _FROM_NAME[name]
+        return _FROM_NAME[TORCH_NAMES.get(name, name)]
     except KeyError:
         raise UsageError(f"dtype {name!r} is not known; use one of {', '.join(sorted(_FROM_NAME))}") from None
 
@@ -148,7 +149,7 @@ def items(tensors: Tensors, casts: Casts) -> Iterator[Item]:
     Raises:
         UsageError: not (name, tensor) pairs, an unknown dtype, a sparse or meta tensor, or two names that become one.
     """
-    names = NameMap()
+    names, identify = NameMap(), _Identities()
     lasting = isinstance(tensors, Mapping)
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     for pair in pairs:
@@ -165,37 +166,57 @@ def items(tensors: Tensors, casts: Casts) -> Iterator[Item]:
             )
         name = names(original)
         cast = casts(name, tensor)
-        item = _of_array(name, cast) if isinstance(cast, np.ndarray) else _of_tensor(name, cast)
-        # Memory of an iterable's tensors may be used again for the next one: there, equal addresses mean nothing.
-        identity = _identity(tensor) if lasting and isinstance(tensor, torch.Tensor) else None
-        yield replace(item, lasting=lasting and item.lasting and cast is tensor, identity=identity)
+        stays = lasting and cast is tensor
+        if isinstance(cast, np.ndarray):
+            yield _of_array(name, cast, stays)
+        else:
+            # An iterable may write the next tensor over the last one: there, equal addresses mean nothing.
+            identity = identify(tensor) if lasting and isinstance(tensor, torch.Tensor) else None
+            yield _of_tensor(name, cast, stays, identity)
 
 
-def _of_array(name: str, array: npt.NDArray[Any]) -> Item:
+def _of_array(name: str, array: npt.NDArray[Any], stays: bool) -> Item:
     plain = np.ascontiguousarray(array)
     if not plain.dtype.isnative:
         plain = plain.astype(plain.dtype.newbyteorder("="))
     spec = TensorSpec(name, dtype_name(plain, name), tuple(array.shape))
-    return Item(spec, plain.ctypes.data if plain.size else 0, plain, plain is array, None)
+    return Item(spec, plain.ctypes.data if plain.size else 0, plain, stays and plain is array, None)
 
 
-def _of_tensor(name: str, tensor: torch.Tensor) -> Item:
+def _of_tensor(name: str, tensor: torch.Tensor, stays: bool, identity: tuple[object, ...] | None) -> Item:
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise UsageError(
             f"tensor {name!r} is {tensor.layout} on {tensor.device}; only dense tensors with data can be published"
         )
     plain = tensor.detach().resolve_conj().resolve_neg()
     lasting = plain.device.type == "cpu" and plain.is_contiguous() and plain.data_ptr() == tensor.data_ptr()
-    plain = plain.to("cpu").contiguous()
+    if not lasting:
+        plain = plain.to("cpu").contiguous()
     spec = TensorSpec(name, dtype_name(tensor, name), tuple(tensor.shape))
-    return Item(spec, plain.data_ptr() if plain.numel() else 0, plain, lasting, None)
+    return Item(spec, plain.data_ptr() if plain.numel() else 0, plain, stays and lasting, identity)
 
 
-def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
-        return None
-    lazy = (tensor.is_conj(), tensor.is_neg())  # views that read the same memory as other bits
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), lazy)
+class _Identities:
+    """Tells which tensors of a mapping are one: the same elements of the same memory, while both are alive.
+
+    A mapping may make its tensors when they are asked for, so that a later one lies where an earlier one has been.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[object, ...], tuple[weakref.ref[torch.Tensor], tuple[object, ...]]] = {}
+        self._count = 0
+
+    def __call__(self, tensor: torch.Tensor) -> tuple[object, ...] | None:
+        if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
+            return None
+        lazy = (tensor.is_conj(), tensor.is_neg())  # views that read the same memory as other bits
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy)
+        seen = self._seen.get(place)
+        if seen is not None and seen[0]() is not None:
+            return seen[1]
+        self._count += 1
+        self._seen[place] = (weakref.ref(tensor), (self._count,))
+        return (self._count,)
 
 
 def recast(item: Item, casts: Casts) -> Item:
@@ -206,7 +227,7 @@ def recast(item: Item, casts: Casts) -> Item:
         item.spec.shape
     )
     cast = casts(item.spec.name, tensor)
-    return item if cast is tensor else replace(_of_tensor(item.spec.name, cast), lasting=False)
+    return item if cast is tensor else _of_tensor(item.spec.name, cast, False, None)
 
 
 def tied(found: Iterable[Item], *preferred: Collection[str]) -> dict[str, str]:
@@ -217,7 +238,8 @@ def tied(found: Iterable[Item], *preferred: Collection[str]) -> dict[str, str]:
     """
     first: dict[tuple[object, ...], str] = {}
     ties: dict[str, str] = {}
-    for item in sorted(found, key=lambda i: tuple(i.spec.name not in names for names in preferred)):
+    known = [item for item in found if item.identity is not None]
+    for item in sorted(known, key=lambda i: tuple(i.spec.name not in names for names in preferred)):
         key = item.tie
         if key is not None:
             owner = first.setdefault(key, item.spec.name)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 MAGIC_BYTES: Final = 8  # "ARROW1", padded to 8 bytes; the messages begin after it
 _RECORD_BATCH: Final = 3  # MessageHeader in Arrow's Message.fbs
@@ -45,9 +46,9 @@ def read_table(data: bytes, schema: pa.Schema) -> pa.Table:
 
 def _check_nulls(table: pa.Table) -> None:
     for field, column in zip(table.schema, table.columns, strict=True):
-        values = [column] if not field.nullable else []
+        values: list[Any] = [column] if not field.nullable else []
         if pa.types.is_list(field.type):
-            values += [chunk.flatten() for chunk in column.chunks]
+            values.append(pc.list_flatten(column))
         if any(v.null_count for v in values):
             raise ValueError(f"column {field.name!r} has a null")
 

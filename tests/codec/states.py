@@ -34,7 +34,7 @@ def geometry_of(space: FlatSpace) -> Geometry:
 
 
 def memory_of(space: FlatSpace, bits: Bits, *, lead: int | None = None) -> Memory:
-    """`bits` [elements] in memory of their own; if `lead` is given, each tensor apart and at an address off by it."""
+    """`bits` [elements] in memory of their own; with `lead`, each tensor apart, at an address off by it."""
     geometry = geometry_of(space)
     if lead is None:
         memory = Memory.allocate(geometry)

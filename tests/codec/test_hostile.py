@@ -1,4 +1,4 @@
-"""Rows that break a rule of docs/format.md, one at a time: `Corrupt`, with the tensor's name, and nothing allocated."""
+"""Rows that break a rule of docs/format.md, one at a time: `Corrupt` with the tensor's name, no crash."""
 
 from __future__ import annotations
 

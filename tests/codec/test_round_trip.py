@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -52,7 +54,7 @@ def raw(row: Row, width: int) -> reference.Planes:
 def send(
     space: FlatSpace, old: Bits, new: Bits, coding: Coding | None = None, lead: int | None = None
 ) -> Row | None:
-    """Encode, check all that must hold of the result, carry it through a shard, decode, apply, compare bits."""
+    """Encode, check all that must hold, carry it through a shard, decode, apply, compare bits."""
     before, after = memory_of(space, old, lead=lead), memory_of(space, new, lead=lead)
     interval = whole(space)
     found = encode(space, after, before, interval, coding=coding)
@@ -351,3 +353,46 @@ def test_interval_longer_than_a_row_may_be_is_refused() -> None:
     memory = Memory.allocate(geometry_of(space))
     with pytest.raises(UsageError, match="longer than a row"):
         encode(space, memory, memory, whole(space))
+
+
+def test_source_that_is_written_meanwhile_breaks_nothing(rng: np.random.Generator) -> None:
+    """Torn reads may spoil a row, which its digest then shows; they reach nothing outside it."""
+    space = space_of(2, [(200_000,), (64,), (3,)])
+    old = random_bits(2, space.elements, rng)
+    before, after = memory_of(space, old), memory_of(space, old)
+    target, stop = after.flat("BF16"), threading.Event()
+
+    def scribble() -> None:
+        noise = change(old, 0.3, np.random.default_rng(2))
+        while not stop.is_set():
+            target[:] = noise
+            target[:] = old
+
+    writer = threading.Thread(target=scribble)
+    writer.start()
+    try:
+        found = [
+            encode(space, after, before, whole(space), coding=c) for c in (None, *CODINGS) for _ in range(5)
+        ]
+    finally:
+        stop.set()
+        writer.join()
+    start = digest(space, before, whole(space))
+    for row, changed in ((f.row, f.change) for f in found if f.row is not None):
+        assert 0 < row.count <= row.length
+        if row.coding != "whole" or start + changed == row.digest:
+            assert decode(space, row, before)[1] == changed
+    assert np.array_equal(bits_of(space, before), old)
+
+
+def test_threads_encode_side_by_side_as_one_does_alone(rng: np.random.Generator) -> None:
+    space = space_of(2, [(70_000,)] * 6)
+    old = random_bits(2, space.elements, rng)
+    before, after = memory_of(space, old), memory_of(space, change(old, 0.05, rng))
+
+    def run(interval: Interval) -> Row | None:
+        return encode(space, after, before, interval).row
+
+    intervals = space.split() * 4
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(run, intervals)) == list(map(run, intervals))
