@@ -44,7 +44,7 @@ class SubscriberHealth(Health):
 
 
 class SubscriberMetrics:
-    """In base units, under `weightcast_subscriber_`; told when they are asked for. NaN where nothing is known."""
+    """In base units, under `weightcast_subscriber_`; NaN where nothing is known."""
 
     def __init__(self, registry: CollectorRegistry, subscriber: Subscriber) -> None:
         from prometheus_client import Counter, Gauge

@@ -7,6 +7,8 @@ from typing import TextIO
 
 def printable(text: str, stream: TextIO) -> str:
     """`text` with control characters, and what `stream` cannot encode, as backslash escapes."""
+    if text.isascii() and text.isprintable():
+        return text
     escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     encoding = stream.encoding or "ascii"
     return escaped.encode(encoding, "backslashreplace").decode(encoding)

@@ -110,10 +110,8 @@ def mark_run(
     """
     for group in range(0, count - GROUP + 1, GROUP):
         mask = differ(old + np.uint64(group * width(tag)), new + np.uint64(group * width(tag)), tag)
-        turn = 0
-        while turn < 2 or mask != np.uint64(
-            0
-        ):  # two turns without a look, for no processor predicts the changes
+        turn = 0  # the first two turns are taken without a look: no processor predicts where changes are
+        while turn < 2 or mask != np.uint64(0):
             positions[found] = relative + group + trailing_zeros(mask | np.uint64(1 << 63))
             found += mask != np.uint64(0)
             mask &= mask - np.uint64(1)

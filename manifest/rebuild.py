@@ -16,7 +16,7 @@ import numpy as np
 
 from weightcast.codec import Geometry, Interval, Memory, digest, digest_all
 from weightcast.schemas.digest import Digest
-from weightcast.schemas.errors import Corrupt, Gap, NotFound, WeightcastError
+from weightcast.schemas.errors import Corrupt, Gap, NotFound, Untrusted, WeightcastError
 from weightcast.schemas.layout import Layout
 
 from .chain import Position
@@ -60,16 +60,16 @@ def snapshot_choices(
         avoid: manifest keys of snapshots that are known to be of no use.
     """
     found: list[SnapshotChoice] = []
-    for version, key in reader.snapshot_keys():
-        if len(found) == limit:
-            break
+    for version, key in reader.each_snapshot_key():
         if version > head or key in avoid:
             continue
         try:
             snapshot = reader.snapshot(key, reader.position(version))
-        except WeightcastError:
+        except (NotFound, Untrusted, Corrupt):
             continue  # one that is gone or does not check out cannot be chosen
         found.append(SnapshotChoice(version, key, snapshot.manifest.bytes))
+        if len(found) == limit:
+            break
     return found
 
 
@@ -160,10 +160,10 @@ def _route(
             None  # below the floor there are no deltas to go on with; beyond the version there is no way back
         )
     choices = snapshot_choices(reader, version, limit=1, avoid=avoid)
-    if held is not None:
-        positions = [held, *read_chain(reader, held.version + 1, version, pool, at=held)]
-    else:
-        positions = read_chain(reader, choices[0].version if choices else version, version, pool)
+    positions = [held, *read_chain(reader, held.version + 1, version, pool, at=held)] if held is not None else []
+    beyond_hole = bool(positions) and bool(choices) and choices[0].version > positions[-1].version
+    if held is None or beyond_hole:
+        held, positions = None, read_chain(reader, choices[0].version if choices else version, version, pool)
     route = plan(held.version if held else None, version, usable_deltas(positions, floor), choices)
     return _Routed(route, positions)
 

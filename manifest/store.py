@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
@@ -160,7 +161,7 @@ def _made(location: Location, settings: StoreSettings, option: str) -> Callable[
     if location.scheme == "memory":
         return lambda: MemoryBackend(MemoryFileSystem())
     try:
-        fsspec.get_filesystem_class(location.scheme)
+        plugin = _plugin(location.scheme)
         if location.scheme == "s3":
             from .store_s3 import S3Backend, s3_filesystem
 
@@ -173,7 +174,18 @@ def _made(location: Location, settings: StoreSettings, option: str) -> Callable[
         ) from error
     options: dict[str, Any] = {"account_name": location.account} if location.account else {}
     options |= {"use_listings_cache": False, "skip_instance_cache": True, **settings.storage_options}
-    return lambda: GenericBackend(fsspec.filesystem(location.scheme, **options), location.scheme)
+    return lambda: GenericBackend(plugin(**options), location.scheme)
+
+
+def _plugin(scheme: str) -> type[AbstractFileSystem]:
+    """The class behind a scheme. gcsfs' default one asks another API, over gRPC, what kind of bucket it
+    has.
+    """
+    if scheme == "gs":
+        plugin: type[AbstractFileSystem] = importlib.import_module("gcsfs.core").GCSFileSystem
+    else:
+        plugin = fsspec.get_filesystem_class(scheme)
+    return plugin
 
 
 def _given(fs: AbstractFileSystem, location: Location, settings: StoreSettings) -> Callable[[], Backend]:

@@ -58,7 +58,7 @@ class Creator:
             if failure.kind is Kind.MISSING:
                 failure = replace(failure, kind=Kind.REFUSED, hint="does the bucket or folder exist?")
             in_doubt = in_doubt or failure.kind in (Kind.TRANSIENT, Kind.DAMAGED)
-            # Even a refusal may answer a repetition: HTTP clients send a PUT again when a kept connection breaks.
+            # Even a refusal may answer a repetition: HTTP clients resend a PUT when a kept connection breaks.
             seen = None if failure.kind is Kind.EXPIRED else self._see(backend)
             if seen in (Seen.OURS, Seen.THEIRS):
                 return seen is Seen.OURS
@@ -71,7 +71,9 @@ class Creator:
             raise to_error(failure, f"create {self._name}", budget.story) from cause
 
     def single(self) -> bool:
-        """For a store without create-only and a user who states that there is one writer: look, then write."""
+        """For a store without create-only and a user who states that there is one writer: look, then
+        write.
+        """
         seen = self._retrier.run(f"read {self._name}", self._look)
         if seen is not Seen.ABSENT:
             return seen is Seen.OURS

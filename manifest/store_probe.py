@@ -54,7 +54,7 @@ class _Probe:
             "create-only writes are not exclusive: two writers could both commit": create_only,
             "a read after a write gives old bytes": fresh,
             "a listing after a write is stale": listed,
-            "bytes come back changed, by a Content-Encoding or stored framing; try checksum when_required": intact,
+            "bytes come back changed (Content-Encoding, stored framing); try checksum when_required": intact,
         }
         problems = tuple(text for text, holds in held.items() if not holds)
         return ProbeResult(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -177,13 +178,15 @@ class StreamReader:
 
         One whose folder carries a token counts only once the version it starts exists and names it.
         """
-        found = []
-        for entry in self.store.list(SNAPSHOTS_PREFIX):
-            parsed = parse_snapshot_manifest_key(entry.key)
-            if parsed is not None:
-                found.append((*parsed, entry.key))
-        usable = [(v, key) for v, token, key in found if token is None or self._starts_chain(v, key)]
-        return sorted(usable, reverse=True)
+        return list(self.each_snapshot_key())
+
+    def each_snapshot_key(self) -> Iterator[tuple[int, str]]:
+        """Like `snapshot_keys`, one by one: manifests are read only as far as the caller goes."""
+        listed = [(parse_snapshot_manifest_key(e.key), e.key) for e in self.store.list(SNAPSHOTS_PREFIX)]
+        found = [(parsed[0], key, parsed[1]) for parsed, key in listed if parsed is not None]
+        for version, key, token in sorted(found, key=lambda f: f[:2], reverse=True):
+            if token is None or self._starts_chain(version, key):
+                yield version, key
 
     def _starts_chain(self, version: int, key: str) -> bool:
         try:

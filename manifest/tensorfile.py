@@ -124,7 +124,7 @@ def _what_is_it(path: Path, size: int, start: bytes, length: int) -> str:
     if text.startswith((b"<!doctype", b"<html", b"<?xml")):
         return f"{path} is a web page or XML answer ({size} bytes), not a safetensors file"
     if MAX_HEADER_BYTES < length <= size - 8:
-        return f"{path} has a safetensors header of {length} bytes, at most {MAX_HEADER_BYTES} are read"
+        return f"{path} ({size} bytes) has a safetensors header of {length} bytes, at most {MAX_HEADER_BYTES} are read"
     return (
         f"{path} has {size} bytes, too few for the {length + 8} bytes that its safetensors header would take"
     )

@@ -3,8 +3,10 @@
 from weightcast.manifest.store import StoreSettings, open_store
 from weightcast.schemas.settings import SubscriberSettings
 
-from .folder import CheckpointFolder, reading
-from .subscriber import Status, Subscriber
+from .folder import CheckpointFolder
+from .folder_locks import reading
+from .progress import Status
+from .subscriber import Subscriber
 from .target import Mark, Target
 
 __all__ = [

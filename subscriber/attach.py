@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Final
 
 from weightcast.codec import Geometry, Memory, digest_all
 from weightcast.manifest.chain import Position
-from weightcast.manifest.plan import plan
-from weightcast.manifest.rebuild import read_chain, snapshot_choices, usable_deltas
+from weightcast.manifest.rebuild import read_chain, snapshot_choices
 from weightcast.manifest.snapshot import fetch_weights
-from weightcast.manifest.stream import StreamReader
+from weightcast.manifest.stream import Snapshot, StreamReader
 from weightcast.schemas.digest import Digest
-from weightcast.schemas.errors import Corrupt, Gap, Untrusted, UsageError
+from weightcast.schemas.errors import Corrupt, Gap, NotFound, Untrusted, UsageError, WeightcastError
 from weightcast.schemas.layout import Layout
 from weightcast.schemas.names import version_key
 
@@ -98,7 +98,8 @@ def _digest_under(layout: Layout, target: Target, pool: Executor) -> Digest | No
     geometry = Geometry(layout)
     try:
         return digest_all(geometry, target.memory(geometry), pool)
-    except UsageError:
+    except UsageError as error:
+        log.info("%s cannot be read under layout %s: %s", target.name, layout.sha256, error)
         return None
 
 
@@ -110,48 +111,97 @@ def fetch_snapshot(
     *,
     newer_than: int | None,
     companions: Callable[[Position], None],
+    touching: Callable[[], AbstractContextManager[None]],
 ) -> Position:
-    """Fetch the best snapshot, prove it, and hand it to `target`.
+    """Fetch the newest snapshot up to `head`, prove it, and hand it to `target`; one that is damaged is passed over.
 
-    Best is the one from which `head` costs least; where none reaches it, the newest.
+    From the newest one `head` needs the fewest deltas. What a try before this one left in the target's folder is used.
+
+    Args:
+        reader, target, pool: from where, to what, with what.
+        head: newest version of interest.
+        newer_than: what the target holds, if it does.
+        companions: called before the target is changed, once it is sure to which version.
+        touching: entered while the target is changed.
 
     Raises:
         Gap: there is none newer than `newer_than`.
-        Corrupt: it is damaged; the target was not touched.
+        Corrupt, NotFound: all there are damaged; the target was not touched.
+        UsageError: the target cannot take it; it was not touched.
     """
-    choices = [c for c in snapshot_choices(reader, head) if newer_than is None or c.version > newer_than]
-    if not choices:
-        wanted = 0 if newer_than is None else newer_than + 1
-        raise Gap(
-            f"version {wanted} is no longer available as a delta, and there is no snapshot after it",
-            hint="have the publisher write one (weightcast snapshot)",
-        )
-    positions = read_chain(reader, min(c.version for c in choices), head, pool)
-    try:
-        choice = plan(None, head, usable_deltas(positions, reader.floor()), choices).snapshot or choices[0]
-    except Gap:
-        choice = max(choices, key=lambda c: c.version)
-    position = reader.position(choice.version)
-    snapshot = reader.snapshot(choice.key, position)
-    folder, temporary = target.workdir(), None
-    if folder is None:
-        folder = temporary = Path(mkdtemp(prefix="weightcast-"))
-    try:
-        check_room(folder, snapshot.manifest.bytes)
-        paths = fetch_weights(reader, snapshot, folder, pool)
-        layout = reader.layout(position.manifest.layout)
-        _prove(Geometry(layout), paths, position, pool)
+    with _workdir(target) as folder:
+        position, layout, paths = _download_newest(reader, target, pool, head, newer_than, folder)
         companions(position)
-        target.load(layout, paths, position)
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with touching():
+            target.load(layout, paths, position)
     return position
 
 
-def _prove(geometry: Geometry, paths: list[Path], position: Position, pool: Executor) -> None:
+def _download_newest(
+    reader: StreamReader, target: Target, pool: Executor, head: int, newer_than: int | None, folder: Path
+) -> tuple[Position, Layout, list[Path]]:
+    damaged: dict[str, WeightcastError] = {}
+    while choices := snapshot_choices(reader, head, limit=1, avoid=damaged):
+        choice = choices[0]
+        if newer_than is not None and choice.version <= newer_than:
+            break
+        try:
+            position = reader.position(choice.version)
+            snapshot = reader.snapshot(choice.key, position)
+            layout = reader.layout(position.manifest.layout)
+            target.check(layout)
+            _make_room(folder, snapshot)
+            paths = fetch_weights(reader, snapshot, folder, pool)
+            _prove(Geometry(layout), paths, position, pool)
+            return position, layout, paths
+        except (Corrupt, NotFound) as error:
+            log.warning("snapshot %s cannot be used: %s", choice.key, error)
+            damaged[choice.key] = error
+    if damaged:
+        raise next(iter(damaged.values()))
+    wanted = 0 if newer_than is None else newer_than + 1
+    raise Gap(
+        f"version {wanted} is no longer available as a delta, and there is no snapshot after it",
+        hint="have the publisher write one (weightcast snapshot)",
+    )
+
+
+@contextmanager
+def _workdir(target: Target) -> Iterator[Path]:
+    """Where to download to: the target's own folder, or a temporary one (TMPDIR says where)."""
+    folder = target.workdir()
+    if folder is not None:
+        yield folder
+        return
+    temporary = Path(mkdtemp(prefix="weightcast-"))
     try:
-        memory: Memory = place_all(geometry, [map_file(p, writable=False) for p in paths], writable=False)
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _make_room(folder: Path, snapshot: Snapshot) -> None:
+    """Remove what earlier downloads left and this one cannot use, and check that the rest fits on the disk."""
+    sizes = {ref.name: ref.size for ref in snapshot.manifest.weights}
+    there = 0
+    for path in folder.iterdir():
+        size = path.stat().st_size
+        if sizes.get(path.name) == size:
+            there += size
+        else:
+            path.unlink()
+    check_room(folder, snapshot.manifest.bytes - there)
+
+
+def _prove(geometry: Geometry, paths: list[Path], position: Position, pool: Executor) -> None:
+    files = [map_file(p, writable=False) for p in paths]
+    unknown = [e.spec.name for f in files for e in f.entries if e.spec.name not in geometry.layout]
+    if unknown:
+        raise Corrupt(
+            f"the snapshot of version {position.version} has tensors that the version has not: {unknown[:5]}"
+        )
+    try:
+        memory: Memory = place_all(geometry, files, writable=False)
     except UsageError as error:
         raise Corrupt(f"the snapshot of version {position.version} lacks tensors: {error}") from error
     found = digest_all(geometry, memory, pool)

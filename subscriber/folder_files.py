@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -39,12 +40,36 @@ def map_file(path: Path, *, writable: bool) -> Mapped:
     """
     entries = tuple(read_header(path))
     with path.open("r+b" if writable else "rb") as file:
+        if writable:
+            _fill_holes(file.fileno(), path)
         view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
     return Mapped(path, entries, np.frombuffer(view, np.uint8))
 
 
+def _fill_holes(handle: int, path: Path) -> None:
+    """Reserve the blocks that a sparse file lacks: on a full disk, writing to a hole through a map kills the process."""
+    stats = os.fstat(handle)
+    if stats.st_blocks * 512 >= stats.st_size or not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(handle, 0, stats.st_size)
+    except OSError as error:
+        if error.errno not in (
+            errno.EOPNOTSUPP,
+            errno.EINVAL,
+        ):  # a file system that packs files, or cannot say
+            raise StorageError(
+                f"{path} ({stats.st_size} bytes, sparse) cannot be filled: {error.strerror}"
+            ) from error
+
+
 def weight_paths(folder: Path) -> list[Path]:
-    """The weight files of a checkpoint folder: those its index names, else the single file; empty if there are none."""
+    """The weight files of a checkpoint folder: those its index names, else the single file; empty if there are none.
+
+    Raises:
+        Corrupt: the index is none.
+        UsageError: it names files elsewhere, or there is a single file beside it, of which loaders would take one or the other.
+    """
     index, single = folder / INDEX_NAME, folder / SINGLE_NAME
     if not index.is_file():
         return [single] if single.is_file() else []
@@ -55,13 +80,12 @@ def weight_paths(folder: Path) -> list[Path]:
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
             raise UsageError(f"{index} names {name!r}, which is not a file beside it")
+    if single.is_file() and SINGLE_NAME not in names:
+        raise UsageError(
+            f"{folder} has {SINGLE_NAME} and an {INDEX_NAME} that does not name it",
+            hint="remove the one that is stale",
+        )
     return [folder / name for name in names]
-
-
-def entry_point(folder: Path) -> Path:
-    """The file without which no loader finds the weights."""
-    index = folder / INDEX_NAME
-    return index if index.is_file() or not (folder / SINGLE_NAME).is_file() else folder / SINGLE_NAME
 
 
 def place_all(geometry: Geometry, files: Iterable[Mapped], *, writable: bool) -> Memory:
@@ -135,6 +159,12 @@ def write_durably(path: Path, data: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise StorageError(f"{path} ({len(data)} bytes) cannot be written: {error.strerror}") from error
+
+
+def sync_file(path: Path) -> None:
+    """Make what was written to a file durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

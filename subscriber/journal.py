@@ -6,20 +6,25 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from weightcast.codec import Changes
 from weightcast.schemas.dtypes import WIDTHS
-from weightcast.schemas.errors import Corrupt
+from weightcast.schemas.errors import Corrupt, StorageError
 
-from .folder_files import check_room, write_durably
+from .folder_files import check_room, sync_file, sync_folder
 from .target import Mark
 
 _SCHEMA: Final = pa.schema(
-    [("dtype", pa.string()), ("positions", pa.large_binary()), ("values", pa.large_binary())]
+    [
+        pa.field("dtype", pa.string()),
+        pa.field("positions", pa.large_binary()),
+        pa.field("values", pa.large_binary()),
+    ]
 )
 
 
@@ -37,19 +42,31 @@ def write_journal(path: Path, journal: Journal) -> None:
     Raises:
         StorageError: no room, or the disk failed; nothing is there then.
     """
-    check_room(path.parent, sum(c.positions.nbytes + c.values.nbytes for c in journal.changes.values()))
-    table = pa.table(
-        {
-            "dtype": list(journal.changes),
-            "positions": [c.positions.tobytes() for c in journal.changes.values()],
-            "values": [c.values.tobytes() for c in journal.changes.values()],
-        },
-        schema=_SCHEMA,
-    ).replace_schema_metadata({"mark": json.dumps(asdict(journal.mark))})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    write_durably(path, sink.getvalue())
+    needed = sum(c.nbytes for c in journal.changes.values())
+    check_room(path.parent, needed)
+    schema = _SCHEMA.with_metadata({"mark": json.dumps(asdict(journal.mark))})
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+            for dtype, changes in journal.changes.items():
+                columns = [pa.array([dtype]), _binary(changes.positions), _binary(changes.values)]
+                writer.write_batch(pa.record_batch(columns, schema=schema))
+        sync_file(temporary)
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:  # Arrow's own I/O errors are OSErrors too
+        temporary.unlink(missing_ok=True)
+        raise StorageError(f"{path} ({needed} bytes) cannot be written: {error.strerror or error}") from error
+
+
+def _binary(array: npt.NDArray[Any]) -> pa.Array[Any]:
+    """One binary value over the bytes of `array`, not copied."""
+    offsets = np.array([0, array.nbytes], np.int64)
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, _buffer(offsets), _buffer(array)])
+
+
+def _buffer(array: npt.NDArray[Any]) -> pa.Buffer:
+    return pa.py_buffer(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def read_journal(path: Path) -> Journal | None:
@@ -61,7 +78,7 @@ def read_journal(path: Path) -> Journal | None:
     if not path.is_file():
         return None
     try:
-        with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
+        with pa.OSFile(str(path), "rb") as file, pa.ipc.open_file(file) as reader:
             table = reader.read_all()
         mark = Mark(**json.loads(table.schema.metadata[b"mark"]))
         changes = {

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Lease:
-    """One subscriber's lease, renewed every `lease_s` seconds. A subscriber that may not write says so once and goes on."""
+    """One subscriber's lease, renewed every `lease_s` seconds. If that fails, it says so once, and tries again when it is due."""
 
     def __init__(self, store: Store, settings: SubscriberSettings) -> None:
         self._store = store
@@ -25,6 +25,7 @@ class Lease:
         self._every_s = settings.lease_s
         self._id = uuid.uuid4().hex
         self._renewed: float | None = None
+        self._failed = False
 
     def renew(self, version: int, *, force: bool = False) -> None:
         """Say that `version` is held, if it is time to."""
@@ -35,6 +36,11 @@ class Lease:
         try:
             lease = Reader(reader=self._id, version=version, time=now())
             self._store.put(f"{READERS_PREFIX}{self._id}.json", lease.encode())
+            self._failed = False
         except WeightcastError as error:
-            self._enabled = False
-            log.info("no lease, so pruning will not wait for this subscriber: %s", error)
+            log.log(
+                logging.DEBUG if self._failed else logging.WARNING,
+                "no lease, so pruning may not wait for this subscriber: %s",
+                error,
+            )
+            self._failed = True

@@ -13,7 +13,7 @@ from weightcast.manifest.chain import Position
 from weightcast.manifest.deltas import DeltaFetcher, collect, fold
 from weightcast.manifest.rebuild import digest_of, retained
 from weightcast.schemas.digest import Digest
-from weightcast.schemas.errors import Corrupt
+from weightcast.schemas.errors import Corrupt, NotFound, StorageError
 from weightcast.schemas.layout import Layout
 
 
@@ -43,21 +43,24 @@ def stage(
         at, run: where the base is, and the versions after it; at least one is staged.
 
     Raises:
-        NotFound: a shard is gone.
+        NotFound: a shard of the first version is gone. One of a later version only ends the run there; so do the others.
         Corrupt: a shard is damaged, or the outcome does not have the digest of its version.
+        StorageError: the store failed.
     """
     folded: dict[str, Changes] = {}
     done = 0
     for number, position in enumerate(run):
         if number + 1 < len(run):
             fetcher.prefetch(run[number + 1].manifest)
-        changes, moved = collect(geometry, fetcher.rows(position.manifest), base, pool, folded)
-        if at.digest + moved != position.digest:
-            raise Corrupt(
-                f"version {position.version} decodes to state {at.digest + moved}, its manifest says {position.digest}"
-            )
+        try:
+            changes, moved = collect(geometry, fetcher.rows(position.manifest), base, pool, folded)
+            _prove(position, at.digest + moved)
+        except (NotFound, Corrupt, StorageError):
+            if not done:
+                raise
+            break  # the versions before are good; this one is met again from there
         folded, at, done = fold(folded, changes), position, done + 1
-        if sum(c.positions.nbytes + c.values.nbytes for c in folded.values()) > max_bytes:
+        if sum(c.nbytes for c in folded.values()) > max_bytes:
             break
     return Staged(at, folded, done)
 
@@ -87,9 +90,14 @@ def stage_relaid(
         geometry, fetcher.rows(position.manifest), Memory.over(geometry, buffers), pool, {}
     )
     lost = digest_of(before, base, [s.name for s in before.layout.stored if s.name not in kept], pool)
-    found: Digest = at.digest - lost + moved
+    found = at.digest - lost + moved
+    _prove(position, found)
+    return geometry, changes
+
+
+def _prove(position: Position, found: Digest) -> None:
     if found != position.digest:
         raise Corrupt(
-            f"version {position.version} decodes to state {found}, its manifest says {position.digest}"
+            f"version {position.version} decodes to state {found}, its manifest says {position.digest}",
+            hint="what it was decoded against, or the delta, is not what the manifests say",
         )
-    return geometry, changes

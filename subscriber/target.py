@@ -44,7 +44,17 @@ class Target(Protocol):
         """Keep every other subscriber, in any process of this host, from changing the target."""
 
     def recover(self) -> None:
-        """Finish what an interrupted subscriber left half done. Cheap if nothing is."""
+        """Finish what an interrupted subscriber, of this process or another, left half done. Cheap if nothing is.
+
+        Needs no store. Called before everything else, each time.
+        """
+
+    def check(self, layout: Layout) -> None:
+        """Called before anything is fetched for a version of `layout`.
+
+        Raises:
+            UsageError: the target can never hold such a version; names the first tensor that does not fit.
+        """
 
     def mark(self) -> Mark | None:
         """Which version it says it holds; None if it does not say."""
@@ -60,6 +70,7 @@ class Target(Protocol):
 
         Raises:
             UsageError: it has not exactly these tensors; names the first that differ.
+            Corrupt: they are not what they were when they were last proved, or cannot be read.
         """
 
     def patch(self, geometry: Geometry, changes: Mapping[str, Changes], position: Position) -> None:
@@ -67,7 +78,7 @@ class Target(Protocol):
 
         Raises:
             Corrupt: what was written does not read back.
-            StorageError: it could not be written; the version before stays.
+            StorageError, UsageError: nothing was written; the version before stays.
         """
 
     def relay(
@@ -79,7 +90,10 @@ class Target(Protocol):
         """Take over all tensors from these verified safetensors files, which it may move away; then it holds `position`."""
 
     def companions(self, files: Mapping[str, bytes]) -> None:
-        """Companion files (config, tokenizer) of the version that it is about to hold."""
+        """Companion files (config, tokenizer) that differ in the version that it is about to hold.
+
+        Called before `patch`, `relay`, `load` or `adopt`, with nothing if they stay; they come to hold together with the weights.
+        """
 
     def workdir(self) -> Path | None:
         """Where downloads should go, so that taking them over is a rename; None: anywhere."""

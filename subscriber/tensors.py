@@ -22,6 +22,9 @@ from weightcast.schemas.wrappers import NameMap
 
 from .target import Mark, mark_of, restrict
 
+_Homes = dict[
+    str, list[torch.Tensor]
+]  # for each stored tensor those that hold it; several if tied names are apart here
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SIGNED: Final = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
@@ -48,7 +51,8 @@ class Tensors:
             if not any(fnmatchcase(name, pattern) for pattern in ignore)
         }
         self._mark: Mark | None = None
-        self._found: tuple[str, dict[str, list[torch.Tensor]]] | None = None
+        self._found: tuple[str, _Homes] | None = None
+        self._even = ""  # hash of the layout under which names that repeat a tensor were found equal
         self._lock = threading.RLock()
 
     def exclusive(self) -> AbstractContextManager[Any]:
@@ -57,6 +61,10 @@ class Tensors:
 
     def recover(self) -> None:
         """See Target. What a process left half done is gone with it."""
+
+    def check(self, layout: Layout) -> None:
+        """See Target."""
+        self._homes(layout)
 
     def mark(self) -> Mark | None:
         """See Target."""
@@ -80,7 +88,17 @@ class Tensors:
     def memory(self, geometry: Geometry) -> Memory:
         """See Target. Tensors that lie elsewhere than in host memory are copied."""
         memory = Memory.blank(geometry)
-        for name, (first, *_) in self._homes(geometry.layout).items():
+        homes = self._homes(geometry.layout)
+        if self._even != geometry.layout.sha256:
+            uneven = [
+                name
+                for name, (first, *more) in homes.items()
+                if any(not torch.equal(_bits(first), _bits(m)) for m in more)
+            ]
+            if uneven:
+                raise UsageError(f"tensors that the stream ties to {uneven[0]!r} differ from it here")
+            self._even = geometry.layout.sha256
+        for name, (first, *_) in homes.items():
             host = first if _is_addressable(first) else first.cpu().contiguous()
             memory.place(name, host.data_ptr() if host.numel() else 0, host)
         return memory
@@ -88,6 +106,7 @@ class Tensors:
     def patch(self, geometry: Geometry, changes: Mapping[str, Changes], position: Position) -> None:
         """See Target."""
         homes = self._homes(geometry.layout)
+        self._check_shared(geometry, homes, changes, position)
         for copy in range(max(map(len, homes.values()), default=0)):
             present = {name: found[copy] for name, found in homes.items() if copy < len(found)}
             for dtype, found in changes.items():
@@ -98,25 +117,50 @@ class Tensors:
         self, before: Geometry, after: Geometry, changes: Mapping[str, Changes], position: Position
     ) -> None:
         """See Target. The tensors themselves must already have the new shapes."""
-        kept = set(before.layout.stored)
-        for name, homes in self._homes(after.layout).items():
+        kept, homes = set(before.layout.stored), self._homes(after.layout)
+        self._check_shared(after, homes, changes, position)
+        for name, found in homes.items():
             if after.layout[name] not in kept:
-                for home in homes:
+                for home in found:
                     _bits(home).zero_()
         self.patch(after, changes, position)
 
     def load(self, layout: Layout, weights: Sequence[Path], position: Position) -> None:
         """See Target."""
         homes = self._homes(layout)
+        sources = {}
         for path in weights:
             with mapped(path) as view:
-                for entry in read_header(path):
-                    source = np.array(view[entry.begin : entry.end]).view(_SIGNED[entry.spec.width])
-                    for home in homes[entry.spec.name]:
-                        _bits(home).copy_(torch.from_numpy(source).reshape(home.shape))
+                sources.update({e.spec.name: view[e.begin : e.end] for e in read_header(path)})
+        for first, second in _shared(homes):
+            if not np.array_equal(sources[first], sources[second]):
+                raise _not_equal(first, second, position)
+        for name, found in homes.items():
+            source = np.array(sources[name]).view(_SIGNED[layout[name].width])
+            for home in found:
+                _bits(home).copy_(torch.from_numpy(source).reshape(home.shape))
         self.adopt(position, layout)
 
-    def _homes(self, layout: Layout) -> dict[str, list[torch.Tensor]]:
+    def _check_shared(
+        self, geometry: Geometry, homes: _Homes, changes: Mapping[str, Changes], position: Position
+    ) -> None:
+        """Check that tensors which are one here change alike in the stream.
+
+        Raises:
+            UsageError: they do not, so that no bits are right for both.
+        """
+        for first, second in _shared(homes):
+            space = geometry[geometry.layout[first].dtype]
+            found = changes.get(space.dtype, Changes.none(space))
+            one, other = restrict(space, found, [first]), restrict(space, found, [second])
+            apart = space.starts[space.index[second]] - space.starts[space.index[first]]
+            if not (
+                np.array_equal(one.positions + apart, other.positions)
+                and np.array_equal(one.values, other.values)
+            ):
+                raise _not_equal(first, second, position)
+
+    def _homes(self, layout: Layout) -> _Homes:
         """For each stored tensor of `layout` the tensors here that hold it: one, or several if tied names are apart.
 
         Raises:
@@ -124,7 +168,7 @@ class Tensors:
         """
         if self._found is not None and self._found[0] == layout.sha256:
             return self._found[1]
-        homes: dict[str, list[torch.Tensor]] = {spec.name: [] for spec in layout.stored}
+        homes: _Homes = {spec.name: [] for spec in layout.stored}
         for spec in layout:
             tensor = self._tensors.get(spec.name)
             if tensor is None:
@@ -175,6 +219,25 @@ class Tensors:
                     )
 
 
+def _shared(homes: _Homes) -> list[tuple[str, str]]:
+    """Pairs of tensors that are two in the stream and lie in one place here."""
+    seen: dict[tuple[object, ...], str] = {}
+    pairs = []
+    for name, found in homes.items():
+        for tensor in found:
+            first = seen.setdefault(_place(tensor), name)
+            if first != name:
+                pairs.append((first, name))
+    return pairs
+
+
+def _not_equal(first: str, second: str, position: Position) -> UsageError:
+    return UsageError(
+        f"tensors {first!r} and {second!r} share memory here, but are not equal in version {position.version}",
+        hint="build the model without the tie",
+    )
+
+
 def _write_by_index(name: str, tensor: torch.Tensor, positions: Any, values: Any) -> None:
     """Write through torch: any device, any strides."""
     bits = _bits(tensor)
@@ -197,6 +260,15 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     if dtype is None or tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise UsageError(
             f"tensor {name!r} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; only dense tensors with data can be kept"
+        )
+    if (
+        tensor.is_conj()
+        or tensor.is_neg()
+        or any(not s and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    ):
+        raise UsageError(
+            f"tensor {name!r} is a lazy or expanded view; several elements of it are one in memory, or none",
+            hint="clone it",
         )
     return TensorSpec(name, dtype, tuple(tensor.shape))
 

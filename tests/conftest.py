@@ -72,7 +72,9 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path, aws: Callable[[S3S
 
 @pytest.fixture
 def make_store(store_url: str) -> Callable[..., Store]:
-    """Opens a store: by default at `store_url`, with settings given by name, or with everything `open_store` takes."""
+    """Opens a store: by default at `store_url`, with settings given by name, or with everything `open_store`
+    takes.
+    """
 
     def make(url: str | None = None, *, pacing: Any = None, filesystem: Any = None, **settings: Any) -> Store:
         root = store_url if url is None else url

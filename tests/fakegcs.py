@@ -1,4 +1,4 @@
-"""The part of Google Cloud Storage's JSON API that gcsfs uses, in memory, with the generation precondition."""
+"""What gcsfs uses of Google Cloud Storage's JSON API, in memory, with the generation precondition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class FakeGcs(ThreadingHTTPServer):
-    """Objects by name. `fail` holds statuses to answer next, one a request; `lose` drops the next answers of uploads."""
+    """Objects by name.
+
+    `fail` holds statuses to answer next, one a request; `lose` counts answers to uploads to be dropped.
+    """
 
     daemon_threads = True
 
@@ -38,7 +41,7 @@ class FakeGcs(ThreadingHTTPServer):
         with self.lock:
             if only_if_absent and name in self.objects:
                 return None
-            now = datetime.now(UTC).isoformat()
+            now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
             found = {
                 "name": name,
                 "bucket": "bucket",
@@ -107,33 +110,34 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if (request := self._begin()) is None:
             return
-        _, query, body = request
+        path, query, body = request
+        if path.startswith("/session/"):
+            self._piece(path, body)
+            return
         absent = query.get("ifGenerationMatch") == "0"
         if query["uploadType"] == "resumable":
             session = str(len(self.server.sessions))
             self.server.sessions[session] = (json.loads(body)["name"], bytearray())
             self._reply(200, Location=f"{self.server.endpoint_url}/session/{session}")
             return
-        described, data = self._parts(body)
-        metadata = json.loads(described)
+        (_, described), (media, data) = self._parts(body)
+        kind = re.search(rb"(?i)content-type: *([^\r\n]+)", media)
+        metadata = {"contentType": kind[1].decode() if kind else "", **json.loads(described)}
         found = self.server.store(metadata.pop("name"), data, metadata, absent)
         self._settle(found)
 
-    def _parts(self, body: bytes) -> list[bytes]:
-        """The two parts of a multipart body, byte for byte."""
+    def _parts(self, body: bytes) -> list[tuple[bytes, bytes]]:
+        """The two parts of a multipart body: header and content, byte for byte."""
         boundary = re.search(r"boundary=['\"]?([^'\";]+)", self.headers["Content-Type"])
         assert boundary
-        parts = body.split(b"--" + boundary[1].encode())[1:3]
-        return [
-            re.sub(rb"\r?\n$", b"", re.split(rb"\r?\n\r?\n", part.lstrip(b"\r\n"), maxsplit=1)[1])
-            for part in parts
-        ]
+        parts = []
+        for part in body.split(b"--" + boundary[1].encode())[1:3]:
+            header, content = re.split(rb"\r?\n\r?\n", part, maxsplit=1)
+            parts.append((header, re.sub(rb"\r?\n$", b"", content)))
+        return parts
 
-    def do_PUT(self) -> None:
+    def _piece(self, path: str, body: bytes) -> None:
         """A piece of a resumable upload."""
-        if (request := self._begin()) is None:
-            return
-        path, _, body = request
         name, held = self.server.sessions[path.rsplit("/", 1)[1]]
         held += body
         total = self.headers["Content-Range"].rsplit("/", 1)[1]

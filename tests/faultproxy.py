@@ -1,4 +1,5 @@
-"""An HTTP proxy that fails on demand, for tests: one thread, one event loop, faults set and counted from outside.
+"""An HTTP proxy that fails on demand, for tests: one thread, one event loop, faults set and counted from
+outside.
 
 with FaultProxy("127.0.0.1", 8333) as proxy:
     proxy.add(Fault("lost", match=r"^PUT .*versions", times=1))
@@ -25,11 +26,12 @@ class Fault:
     """What to do to a request whose head matches.
 
     Attributes:
-        action: "status" answers by itself, nothing is forwarded. "lost" forwards and drops the answer. The others forward
-            the head of the answer and then, after `after` bytes of its body: "reset" the connection, "truncate" (close
-            it in order), "stall" for ever, "flip" the lowest bit of byte `after`. "replace" sends `body` as if it were
-            the object, "endless" never ends the body.
-        match: regular expression, searched in the request's head (request line and headers, lines ending in LF).
+        action: "status" answers by itself, nothing is forwarded. "lost" forwards and drops the answer. The
+            others forward the head of the answer and then, after `after` bytes of its body: "reset" the
+            connection, "truncate" (close it in order), "stall" for ever, "flip" the lowest bit of byte
+            `after`. "replace" sends `body` as if it were the object, "endless" never ends the body.
+        match: regular expression, searched in the request's head (request line and headers, lines ending in
+            LF).
         times: how many requests are hit; None: all of them.
         every: hit only each n-th request that matches.
     """
@@ -60,7 +62,9 @@ class Fault:
 
 
 class FaultProxy:
-    """Listens on a free port of 127.0.0.1 and forwards to one upstream. `requests` holds the request lines seen."""
+    """Listens on a free port of 127.0.0.1 and forwards to one upstream. `requests` holds the request lines
+    seen.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self._upstream = (host, port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -59,10 +60,9 @@ class S3Server:
             aws_secret_access_key=self.secret,
             region_name="us-east-1",
         )
-        try:
+        there = client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou
+        with contextlib.suppress(*there):
             client.create_bucket(Bucket=name)
-        except (client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou):
-            pass
 
 
 def weed_program() -> str:
@@ -77,8 +77,8 @@ def weed_program() -> str:
 def shared_seaweedfs(folder: Path) -> Iterator[S3Server]:
     """The run's one SeaweedFS, started by whoever comes first.
 
-    Each user holds a shared lock on `users`; a supervisor process stops the server as soon as nobody does, however the
-    users ended.
+    Each user holds a shared lock on `users`; a supervisor process stops the server as soon as nobody does,
+    however the users ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "start", "w") as start, open(folder / "users", "w") as users:

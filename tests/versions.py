@@ -34,6 +34,16 @@ class Bits:
     data: bytes
 
 
+def bf16(*bits: int) -> torch.Tensor:
+    """bf16 elements by their bits."""
+    return torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def f32(*bits: int) -> torch.Tensor:
+    """fp32 elements by their bits."""
+    return torch.from_numpy(np.array(bits, np.uint32).view(np.float32))
+
+
 def bits_of(tensor: Any) -> Bits:
     """A copy of a torch tensor's bits, element by element where views are odd."""
     plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from weightcast.codec import FlatSpace, Geometry, Memory
 from weightcast.schemas.layout import Layout, TensorSpec
+from weightcast.schemas.shard import Coding
 
 examples = settings(
     max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -19,10 +21,12 @@ examples = settings(
 DTYPES = {1: "F8_E4M3", 2: "BF16", 4: "F32", 8: "F64"}
 """A dtype of each width."""
 
+CODINGS: Final[tuple[Coding, ...]] = ("gap", "dense", "whole")
+
 Bits = npt.NDArray[Any]
 
 
-def space_of(width: int, shapes: list[tuple[int, ...]]) -> FlatSpace:
+def space_of(width: int, shapes: Sequence[tuple[int, ...]]) -> FlatSpace:
     """The space of tensors t00000, t00001 … of these shapes."""
     specs = [TensorSpec(f"t{i:05d}", DTYPES[width], shape) for i, shape in enumerate(shapes)]
     return Geometry(Layout.of(specs))[DTYPES[width]]

@@ -16,9 +16,9 @@ from weightcast.codec import Memory, decode, encode, positions
 from weightcast.codec.space import Interval
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt
-from weightcast.schemas.shard import CODINGS, Coding, Row
+from weightcast.schemas.shard import Coding, Row
 
-from .states import change, examples, geometry_of, memory_of, random_bits, space_of
+from .states import CODINGS, change, examples, geometry_of, memory_of, random_bits, space_of
 
 COUNT = 40_000
 SPACE = space_of(2, [(COUNT,)])

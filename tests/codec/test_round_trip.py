@@ -26,9 +26,9 @@ from weightcast.codec import (
 )
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import UsageError
-from weightcast.schemas.shard import CODINGS, Coding, Row, decode_shard, encode_shard
+from weightcast.schemas.shard import Coding, Row, decode_shard, encode_shard
 
-from .states import Bits, bits_of, change, examples, geometry_of, memory_of, random_bits, space_of
+from .states import CODINGS, Bits, bits_of, change, examples, geometry_of, memory_of, random_bits, space_of
 
 WIDTHS = st.sampled_from([1, 2, 4, 8])
 SEEDS = st.integers(0, 2**32)

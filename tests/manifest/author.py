@@ -11,9 +11,19 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from weightcast.codec import Geometry, Memory, digest_all, encode
 from weightcast.manifest.chain import Position
-from weightcast.manifest.commit import Writer, commit, create_stream, new_token, now, put_files, put_layout, put_shard
+from weightcast.manifest.commit import (
+    Writer,
+    commit,
+    create_stream,
+    new_token,
+    now,
+    put_files,
+    put_layout,
+    put_shard,
+)
 from weightcast.manifest.rebuild import State, carry_over
 from weightcast.manifest.snapshot import write_snapshot
 from weightcast.manifest.store import Store

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from weightcast.manifest.chain import TrustedChain
 from weightcast.manifest.store import open_store
 from weightcast.schemas.errors import Unsupported, Untrusted

@@ -7,7 +7,16 @@ import uuid
 from typing import Any
 
 import pytest
-from weightcast.manifest.commit import Writer, commit, create_stream, hint_head, put_files, put_layout, put_shard
+
+from weightcast.manifest.commit import (
+    Writer,
+    commit,
+    create_stream,
+    hint_head,
+    put_files,
+    put_layout,
+    put_shard,
+)
 from weightcast.manifest.store import open_store
 from weightcast.schemas.errors import Conflict, StorageError, Untrusted, UsageError
 from weightcast.schemas.layout import Layout

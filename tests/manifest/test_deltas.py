@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from weightcast.codec import Geometry, Memory, scatter
 from weightcast.manifest.commit import put_shard
 from weightcast.manifest.deltas import DeltaFetcher, apply_directly, collect, fold

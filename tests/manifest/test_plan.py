@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from weightcast.manifest.plan import Route, SnapshotChoice, plan
 from weightcast.schemas.errors import Gap
 

@@ -12,9 +12,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from weightcast.codec import Geometry, Memory
 from weightcast.manifest.commit import hint_head, now
-from weightcast.manifest.rebuild import State, copy_file, proved, read_chain, rebuild, retained, snapshot_choices
+from weightcast.manifest.rebuild import (
+    State,
+    copy_file,
+    proved,
+    read_chain,
+    rebuild,
+    retained,
+    snapshot_choices,
+)
 from weightcast.manifest.store import open_store
 from weightcast.manifest.stream import StreamReader
 from weightcast.manifest.tensorfile import encode_header

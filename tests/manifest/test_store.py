@@ -196,7 +196,9 @@ def test_b172_keys_are_plain_paths(store: Store, tmp_path: Path) -> None:
 
 
 def test_b037_patterns_in_the_root_are_literal(store_url: str, make_store: MakeStore) -> None:
-    """The root `run[1]/what?*` works; the neighbours that it would match as a pattern are neither read nor deleted."""
+    """The root `run[1]/what?*` works; the neighbours that it would match as a pattern are neither read nor
+    deleted.
+    """
     neighbours = {
         name: make_store(f"{store_url}/{name}") for name in ("run1/whatXY", "run[1]/whatXY", "run1/what?*")
     }
@@ -235,6 +237,7 @@ def test_b136_objects_of_another_client_are_seen_at_once(store_url: str, make_st
 
 
 def test_b141_more_objects_than_a_page_holds(store: Store, make_store: MakeStore, store_url: str) -> None:
+    """1,204 objects: more than the 1,000 of a page."""
     keys = [f"versions/{n:012d}.json" for n in range(1204)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda key: store.put(key, b"{}"), keys))

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from weightcast.manifest.commit import new_token, now, put_files
-from weightcast.manifest.store import Entry, Store, StoreSettings, open_store
+from weightcast.manifest.store import Entry, StoreSettings, open_store
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import Corrupt, NotFound, Untrusted
-from weightcast.schemas.manifest import Floor, Head, LayoutRef, ObjectRef, Reader, VersionManifest
+from weightcast.schemas.manifest import Floor, Head, LayoutRef, ObjectRef, Reader
 from weightcast.schemas.names import FLOOR_KEY, HEAD_KEY, STREAM_KEY, version_key
 
 from .author import Author, CountingStore, Tensors

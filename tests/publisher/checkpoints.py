@@ -18,13 +18,18 @@ Model = dict[str, torch.Tensor]
 def model(seed: int, tensors: int = 6, elements: int = 4096) -> Model:
     """bf16 tensors with random values."""
     random = torch.Generator().manual_seed(seed)
-    return {f"layer.{i}.weight": torch.randn(elements, generator=random).to(torch.bfloat16) for i in range(tensors)}
+    return {
+        f"layer.{i}.weight": torch.randn(elements, generator=random).to(torch.bfloat16)
+        for i in range(tensors)
+    }
 
 
 def changed(before: Model, count: int, seed: int = 1) -> Model:
     """A copy in which exactly `count` elements of the first tensor have other bits."""
     after = {name: tensor.clone() for name, tensor in before.items()}
-    places = torch.randperm(before["layer.0.weight"].numel(), generator=torch.Generator().manual_seed(seed))[:count]
+    places = torch.randperm(before["layer.0.weight"].numel(), generator=torch.Generator().manual_seed(seed))[
+        :count
+    ]
     after["layer.0.weight"].view(torch.int16)[places] ^= 1
     return after
 
@@ -56,7 +61,10 @@ def write_index(folder: Path, weight_map: dict[str, str], *, total: int = 0) -> 
 
 def snapshot_of(folder: Path) -> dict[str, tuple[int, int]]:
     """All paths below a folder with size and modification time: shows that nobody wrote there."""
-    return {str(p.relative_to(folder)): (p.lstat().st_size, p.lstat().st_mtime_ns) for p in sorted(folder.rglob("*"))}
+    return {
+        str(p.relative_to(folder)): (p.lstat().st_size, p.lstat().st_mtime_ns)
+        for p in sorted(folder.rglob("*"))
+    }
 
 
 def rotate_away(folder: Path) -> None:

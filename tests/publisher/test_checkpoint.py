@@ -47,7 +47,9 @@ def test_tensors_stay_valid_when_the_next_is_read(tmp_path: Path) -> None:
     save(tmp_path, tensors)
     with open_checkpoint(tmp_path).items() as contents:
         items = list(contents.values())
-    assert {i.spec.name: i.array().tobytes() for i in items} == {n: b.data for n, b in copy_of(tensors).items()}
+    assert {i.spec.name: i.array().tobytes() for i in items} == {
+        n: b.data for n, b in copy_of(tensors).items()
+    }
     assert not any(i.lasting for i in items)
 
 
@@ -86,7 +88,9 @@ def test_b125_cut_file_is_refused_with_its_size(tmp_path: Path, keep: float) -> 
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "Git LFS"),
     ],
 )
-def test_b228_a_file_that_is_no_weights_is_named_for_what_it_is(tmp_path: Path, data: bytes, word: str) -> None:
+def test_b228_a_file_that_is_no_weights_is_named_for_what_it_is(
+    tmp_path: Path, data: bytes, word: str
+) -> None:
     (tmp_path / SINGLE).write_bytes(data)
     with pytest.raises(Corrupt, match=word) as caught:
         open_checkpoint(tmp_path)
@@ -167,18 +171,22 @@ def test_an_index_that_names_the_single_file_is_fine(tmp_path: Path) -> None:
 def test_a_missing_shard_is_not_found(tmp_path: Path) -> None:
     save(tmp_path, model(10), shards=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(NotFound, match="model-00002-of-00003.*1 of 3"):
+    with pytest.raises(NotFound, match=r"model-00002-of-00003.*1 of 3"):
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {}}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {}}', b"[" * 100_000]
+)
 def test_a_broken_index_is_corrupt(tmp_path: Path, content: bytes) -> None:
     (tmp_path / INDEX).write_bytes(content)
     with pytest.raises(Corrupt, match=INDEX):
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", ".x.safetensors", "a\\x.safetensors", "x.bin"])
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/x.safetensors", ".x.safetensors", "a\\x.safetensors", "x.bin"]
+)
 def test_an_index_leads_nowhere_else(tmp_path: Path, name: str) -> None:
     write_index(tmp_path, {"w": name})
     with pytest.raises(UsageError, match="not a safetensors file beside it"):
@@ -216,7 +224,9 @@ def test_what_trainers_keep_beside_the_weights_is_no_refusal(tmp_path: Path) -> 
         ({"format": "pt", "epoch": 3}, "__metadata__"),
     ],
 )
-def test_b038_reserved_tensor_name_is_refused(tmp_path: Path, metadata: dict[str, object], words: str) -> None:
+def test_b038_reserved_tensor_name_is_refused(
+    tmp_path: Path, metadata: dict[str, object], words: str
+) -> None:
     tensor = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
     raw = json.dumps({"__metadata__": metadata} | ({} if "dtype" in metadata else {"w": tensor})).encode()
     (tmp_path / SINGLE).write_bytes(struct.pack("<Q", len(raw)) + raw + b"\0")
@@ -232,8 +242,19 @@ def test_a_file_without_tensors_is_corrupt(tmp_path: Path) -> None:
 
 def test_companions_are_config_and_tokenizer(tmp_path: Path) -> None:
     save(tmp_path, model(11))
-    wanted = {"config.json": b"{}", "tokenizer.json": b"[1]", "merges.txt": b"a b", "spiece.model": b"\1", "x.jinja": b"{{x}}"}
-    other = {"trainer_state.json": b"{}", "optimizer.pt": b"1", "README.md": b"#", "model.safetensors.bak": b""}
+    wanted = {
+        "config.json": b"{}",
+        "tokenizer.json": b"[1]",
+        "merges.txt": b"a b",
+        "spiece.model": b"\1",
+        "x.jinja": b"{{x}}",
+    }
+    other = {
+        "trainer_state.json": b"{}",
+        "optimizer.pt": b"1",
+        "README.md": b"#",
+        "model.safetensors.bak": b"",
+    }
     for name, data in (wanted | other).items():
         (tmp_path / name).write_bytes(data)
     assert open_checkpoint(tmp_path).companions() == wanted
@@ -346,7 +367,7 @@ def test_b183_a_trainer_state_of_another_step_is_refused(tmp_path: Path) -> None
     state.write_text('{"global_step": 10}')
     check_step(tmp_path, 10)
     state.write_text('{"global_step": 20}')
-    with pytest.raises(UsageError, match="step 10.*step 20"):
+    with pytest.raises(UsageError, match=r"step 10.*step 20"):
         check_step(tmp_path, 10)
     state.write_text('{"global_step": 2')  # being written
     check_step(tmp_path, 10)

@@ -13,17 +13,7 @@ from weightcast.publisher import Publisher
 from weightcast.schemas.errors import UsageError
 
 from ..faultstore import FaultStore
-from ..versions import Bits, assert_version, chain_of, changed_places, copy_of, objects_in, read, state_at
-
-
-def bf16(*bits: int) -> torch.Tensor:
-    """bf16 elements by their bits."""
-    return torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-
-
-def f32(*bits: int) -> torch.Tensor:
-    """fp32 elements by their bits."""
-    return torch.from_numpy(np.array(bits, np.uint32).view(np.float32))
+from ..versions import Bits, assert_version, bf16, chain_of, changed_places, copy_of, f32, objects_in, read, state_at
 
 
 def words(bits: Bits) -> list[int]:
@@ -298,10 +288,10 @@ def test_b033_a_hundred_thousand_small_tensors(store: FaultStore, publisher: Pub
     state = {f"layers.{i:06d}.weight": part for i, part in enumerate(flat.view(-1, 2))}
     publisher.publish(state).wait()
     flat[123_457] = 1
-    start = time.monotonic()
+    start = time.process_time()
     manifest = publisher.publish(state).wait()
-    took = time.monotonic() - start
-    assert took < 10, f"{took:.1f} s"  # the bar is 2 s on idle cores; this only catches another order of growth
+    took = time.process_time() - start
+    assert took < 20, f"{took:.1f} s of processor time"  # 2 s on idle cores; this only catches another order of growth
     assert (manifest.totals.changed, len(manifest.shards)) == (1, 1)
     state_1 = state_at(store, 1)
     space = state_1.geometry["BF16"]

@@ -1,0 +1,207 @@
+"""From the version that a target holds to a newer one: reading ahead, choosing deltas or a snapshot, applying them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from typing import Final
+
+from weightcast.codec import Geometry
+from weightcast.manifest.chain import Position
+from weightcast.manifest.deltas import DeltaFetcher
+from weightcast.manifest.rebuild import snapshot_choices, usable_deltas
+from weightcast.manifest.stream import StreamReader
+from weightcast.schemas.errors import Corrupt, Gap, NotFound, StorageError, UsageError
+from weightcast.schemas.names import file_key
+from weightcast.schemas.settings import SubscriberSettings
+
+from .attach import fetch_snapshot
+from .progress import Progress
+from .stage import stage, stage_relaid
+from .target import Target
+
+log = logging.getLogger(__name__)
+
+_WIDEN: Final = 2  # manifests asked for at once grow by this factor while a reader catches up
+_MAX_WIDTH: Final = 32  # up to this many
+_MAX_AHEAD: Final = 256  # manifests read before they are applied
+_SNAPSHOT_FROM: Final = 8  # versions of lag from which looking for a snapshot is worth a listing
+
+
+class Mover:
+    """Moves one target along one stream. Used by one thread, which holds the target's lock.
+
+    Attributes:
+        reader: the stream.
+        attached: whether the target is known to hold what the progress says: proved, and not failed to change since.
+    """
+
+    def __init__(
+        self,
+        reader: StreamReader,
+        target: Target,
+        pool: Executor,
+        settings: SubscriberSettings,
+        progress: Progress,
+    ) -> None:
+        self.reader = reader
+        self.attached = False
+        self._target = target
+        self._pool = pool
+        self._settings = settings
+        self._progress = progress
+        self._fetcher = DeltaFetcher(reader.store, pool, settings.fetch_bytes)
+        self._geometry: Geometry | None = None
+        self._bad: dict[int, int] = {}  # failures by version
+
+    def attach(self, position: Position) -> None:
+        """The target was proved to hold `position`."""
+        self.attached = True
+        self._arrive(position)
+
+    def advance(self, at: Position, *, thorough: bool) -> bool:
+        """One step forward from `at`, if there is one. `thorough`: look behind a missing next version for newer ones."""
+        run = self._read_ahead(at)
+        head = run[-1].version if run else at.version
+        if len(run) >= _MAX_AHEAD or (not run and thorough):
+            head = max(head, self.reader.head() or head)
+        self._progress.saw_head(head)
+        if head == at.version:
+            return False
+        self._move(at, run, head)
+        return True
+
+    def jump(self, head: int) -> None:
+        """Start again from the newest usable snapshot up to `head`.
+
+        Raises:
+            Gap: there is none that is newer than what the target holds.
+        """
+        self._fetcher.drop()
+        at = self._progress.at
+        position = fetch_snapshot(
+            self.reader,
+            self._target,
+            self._pool,
+            head,
+            newer_than=at.version if at else None,
+            companions=self._companions,
+            touching=self._touching,
+        )
+        self._arrive(position)
+
+    def _read_ahead(self, at: Position) -> list[Position]:
+        """The versions after `at`, as far as they exist: one request if there is none."""
+        chain = self.reader.chain(at)
+        run: list[Position] = []
+        width = 1
+        while len(run) < _MAX_AHEAD:
+            first = at.version + 1 + len(run)
+            for data in list(self._pool.map(self.reader.manifest_bytes, range(first, first + width))):
+                if data is None:
+                    return run
+                run.append(chain.extend(data))
+            width = min(width * _WIDEN, _MAX_WIDTH)
+        return run
+
+    def _move(self, at: Position, run: Sequence[Position], head: int) -> None:
+        """Go from `at` towards `head`, by the deltas of `run` or by a snapshot, whichever costs less."""
+        far = len(run) >= _SNAPSHOT_FROM
+        usable = usable_deltas(run, self.reader.floor() if far or not run else 0)
+        ready = list(itertools.takewhile(lambda p: p.version in usable, run))
+        if len(ready) < len(run) or not run or (far and self._snapshot_pays(at, usable, head)):
+            try:
+                self.jump(head)
+                return
+            except (Gap, Corrupt, NotFound) as error:
+                if not ready or not self.attached:
+                    raise
+                log.warning("going on by deltas: %s", error)
+        self._apply_or_jump(at, ready, head)
+
+    def _snapshot_pays(self, at: Position, usable: dict[int, int], head: int) -> bool:
+        """Whether a snapshot has fewer bytes than the deltas to its version, as far as they are known."""
+        choices = [c for c in snapshot_choices(self.reader, head, limit=1) if c.version > at.version]
+        return any(c.bytes < sum(n for v, n in usable.items() if v <= c.version) for c in choices)
+
+    def _apply_or_jump(self, at: Position, run: Sequence[Position], head: int) -> None:
+        """Apply; go past a version that was pruned, or that failed `tries` times, by a snapshot."""
+        try:
+            self._apply(at, run)
+        except (Corrupt, NotFound) as error:
+            self._fetcher.drop()
+            failed = at.version + 1
+            self._bad[failed] = self._bad.get(failed, 0) + 1
+            pruned = isinstance(error, NotFound) and self.reader.floor() >= failed
+            if self._bad[failed] < self._settings.tries and not pruned:
+                raise
+            log.warning("version %d cannot be had (%s); looking for a snapshot past it", failed, error)
+            try:
+                self.jump(head)
+            except Gap as gap:
+                raise (gap if pruned else error) from error
+
+    def _apply(self, at: Position, run: Sequence[Position]) -> None:
+        """Stage and apply as many versions of `run` as go together."""
+        geometry = self._geometry
+        if geometry is None:
+            raise Corrupt("the target is not attached")
+        try:
+            base = self._target.memory(geometry)
+        except (Corrupt, UsageError):
+            self.attached = False  # what it holds has to be found out anew
+            raise
+        together = list(itertools.takewhile(lambda p: p.manifest.layout == at.manifest.layout, run))
+        if together:
+            staged = stage(geometry, base, at, together, self._fetcher, self._pool, self._settings.fold_bytes)
+            self._companions(staged.position)
+            with self._touching():
+                if staged.changes:
+                    self._target.patch(geometry, staged.changes, staged.position)
+                else:
+                    self._target.adopt(staged.position, geometry.layout)
+            self._arrive(staged.position, geometry)
+        else:
+            position = run[0]
+            layout = self.reader.layout(position.manifest.layout)
+            self._target.check(layout)
+            after, changes = stage_relaid(geometry, base, at, position, layout, self._fetcher, self._pool)
+            self._companions(position)
+            with self._touching():
+                self._target.relay(geometry, after, changes, position)
+            self._arrive(position, after)
+
+    @contextmanager
+    def _touching(self) -> Iterator[None]:
+        """While the target is changed: if that fails, what it holds must be proved again before it is built on."""
+        self.attached = False
+        try:
+            yield
+        except (StorageError, UsageError):
+            self.attached = True  # nothing was changed: see `Target.patch`
+            raise
+        except BaseException:
+            self._progress.torn()
+            raise
+        self.attached = True
+
+    def _companions(self, position: Position) -> None:
+        """Hand over config and tokenizer files where they changed."""
+        at = self._progress.at
+        same = at is not None and position.manifest.files == at.manifest.files
+        listed = [] if same else self.reader.files(position.manifest.files).files
+        fetch = self.reader.store.fetch
+        self._target.companions(
+            {f.name: fetch(file_key(f.sha256), size=f.size, sha256=f.sha256) for f in listed}
+        )
+
+    def _arrive(self, position: Position, geometry: Geometry | None = None) -> None:
+        """The target holds `position`."""
+        self._geometry = geometry or Geometry(self.reader.layout(position.manifest.layout))
+        self._bad = {v: n for v, n in self._bad.items() if v > position.version}
+        self._progress.arrived(position)
+        extra = {"version": position.version, "step": position.manifest.step}
+        log.info("at version %d", position.version, extra=extra)

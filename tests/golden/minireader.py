@@ -1,0 +1,254 @@
+"""A reader of format 1, written from docs/format.md alone: it proves that the document says enough.
+
+Slow on purpose: plain integers, one element at a time. Nothing of the package is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import zstandard
+
+WIDTHS = {
+    **dict.fromkeys(["BOOL", "U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"], 1),
+    **dict.fromkeys(["U16", "I16", "F16", "BF16"], 2),
+    **dict.fromkeys(["U32", "I32", "F32"], 4),
+    **dict.fromkeys(["U64", "I64", "F64", "C64"], 8),
+}
+MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A row of the layout."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    tied_to: str | None
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for d in self.shape:
+            count *= d
+        return count
+
+
+@dataclass
+class Model:
+    """A version: its manifest and the bits of its untied tensors."""
+
+    manifest: dict[str, Any]
+    sha256: str
+    layout: list[Spec]
+    bits: dict[str, list[int]]
+
+    def tensor(self, name: str) -> bytes:
+        """Bytes of a tensor, tied or not."""
+        spec = next(s for s in self.layout if s.name == name)
+        return b"".join(v.to_bytes(WIDTHS[spec.dtype], "little") for v in self.bits[spec.tied_to or name])
+
+
+def check(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(what)
+
+
+class MiniReader:
+    """Reads one stream in a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.stream = json.loads((root / "stream.json").read_bytes())
+        check(self.stream["kind"] == "stream" and self.stream["format"] == 1 and self.stream["features"] == [], "stream")
+
+    def read(self, version: int, parent: Model | None) -> Model:
+        """The version, from its parent or, where it is a reset, from its snapshot."""
+        data = (self.root / f"versions/{version:012d}.json").read_bytes()
+        manifest = json.loads(data)
+        check(manifest["kind"] == "version" and manifest["format"] == 1 and manifest["features"] == [], "format")
+        check(manifest["stream"] == self.stream["stream"] and manifest["version"] == version, "stream or version")
+        if version > 0:
+            assert parent is not None
+            check(manifest["parent"] == {"version": version - 1, "sha256": parent.sha256}, "parent")
+            check(manifest["digest_before"] == parent.manifest["digest_after"], "digest before")
+        layout = self.layout(manifest["layout"])
+        if manifest["reset"]:
+            ref = manifest["snapshot"]
+            bits = self.snapshot(self.object(ref["key"], ref), ref["key"].rpartition("/")[0])
+        else:
+            assert parent is not None
+            bits = self.delta(manifest, layout, parent)
+        model = Model(manifest, hashlib.sha256(data).hexdigest(), layout, bits)
+        check(total(layout, bits) == manifest["digest_after"], f"digest after of version {version}")
+        return model
+
+    def object(self, key: str, ref: dict[str, Any]) -> bytes:
+        """An object, checked by size and hash."""
+        data = (self.root / key).read_bytes()
+        check(len(data) == ref["size"] and hashlib.sha256(data).hexdigest() == ref["sha256"], key)
+        return data
+
+    def layout(self, ref: dict[str, Any]) -> list[Spec]:
+        """The tensor table."""
+        rows = table(self.object(f"layouts/{ref['sha256']}.arrow", ref))
+        specs = [Spec(r["name"], r["dtype"], tuple(r["shape"]), r["tied_to"]) for r in rows]
+        check(len(specs) == ref["tensors"], "number of tensors")
+        check(specs == sorted(specs, key=lambda s: (s.dtype, s.name)), "order")
+        return specs
+
+    def snapshot(self, data: bytes, folder: str) -> dict[str, list[int]]:
+        """All tensors of a snapshot: a plain checkpoint."""
+        manifest = json.loads(data)
+        index = json.loads((self.root / folder / "model.safetensors.index.json").read_bytes())
+        found: dict[str, list[int]] = {}
+        for file in manifest["weights"]:
+            content = self.object(f"{folder}/{file['name']}", file)
+            length = int.from_bytes(content[:8], "little")
+            header = json.loads(content[8 : 8 + length])
+            for name, item in header.items():
+                if name != "__metadata__":
+                    begin, end = (8 + length + n for n in item["data_offsets"])
+                    found[name] = numbers(content[begin:end], WIDTHS[item["dtype"]])
+                    check(index["weight_map"][name] == file["name"], "index")
+        for file in manifest["files"]:
+            self.object(f"{folder}/{file['name']}", file)
+        return found
+
+    def companions(self, manifest: dict[str, Any]) -> dict[str, bytes]:
+        """Companion files of a version."""
+        listed = json.loads(self.object(manifest["files"]["key"], manifest["files"]))
+        return {f["name"]: self.object(f"files/{f['sha256']}", f) for f in listed["files"]}
+
+    def delta(self, manifest: dict[str, Any], layout: list[Spec], parent: Model) -> dict[str, list[int]]:
+        """The parent's bits, zeros for what it does not have in this form, and the changes of all rows."""
+        before = {s.name: s for s in parent.layout if s.tied_to is None}
+        stored = [s for s in layout if s.tied_to is None]
+        spaces: dict[str, list[tuple[Spec, int]]] = {}
+        flat: dict[str, list[int]] = {}
+        for spec in stored:
+            space = flat.setdefault(spec.dtype, [])
+            spaces.setdefault(spec.dtype, []).append((spec, len(space)))
+            space += parent.bits[spec.name] if before.get(spec.name) == spec else [0] * spec.elements
+        touched: dict[str, set[int]] = {d: set() for d in flat}
+        for ref in manifest["shards"]:
+            rows = table(self.object(ref["key"], ref))
+            check(len(rows) == ref["rows"] and sum(r["count"] for r in rows) == ref["changed"], "figures of a shard")
+            for row in rows:
+                apply(row, spaces[row["dtype"]], flat[row["dtype"]], touched[row["dtype"]])
+        return {s.name: flat[d][at : at + s.elements] for d, places in spaces.items() for s, at in places}
+
+
+def apply(row: dict[str, Any], places: list[tuple[Spec, int]], space: list[int], touched: set[int]) -> None:
+    """Change one interval of a flat space."""
+    width, length, count = WIDTHS[row["dtype"]], row["length"], row["count"]
+    spec, at = next((s, a) for s, a in places if s.name == row["tensor"])
+    begin = at + row["offset"]
+    check(0 <= row["offset"] < spec.elements and 1 <= length and begin + length <= len(space), "interval")
+    reached = [s for s, a in places if s.name == spec.name or at < a < begin + length]
+    check(row["tensors"] == len(reached), "tensors")
+    check(row["shape"] == (list(spec.shape) if len(reached) == 1 else []), "shape")
+    interval = set(range(begin, begin + length))
+    check(not touched & interval, "overlap")
+    touched |= interval
+    escapes = numbers(plane(row["escapes"], row["escaped"] * width), width)
+    if row["coding"] == "whole":
+        check(row["escaped"] == count == length, "whole")
+        space[begin : begin + length] = escapes
+    else:
+        if row["coding"] == "gap":
+            positions = gaps(row)
+            steps = list(plane(row["steps"], count))
+        else:
+            dense = plane(row["steps"], length)
+            positions = [i for i in range(length) if dense[i]]
+            steps = [dense[i] for i in positions]
+        check(len(positions) == count and 0 not in steps, "count")
+        for position, step in zip(positions, steps, strict=True):
+            old = space[begin + position]
+            if step == 255:
+                new = escapes.pop(0)
+            else:
+                new = (old + (step // 2 if step % 2 == 0 else -(step + 1) // 2)) % (1 << 8 * width)
+            check(new != old, "an unchanged change")
+            space[begin + position] = new
+        check(not escapes, "escapes left over")
+    found = [0, 0]
+    for s, a in places:
+        for k in (0, 1):
+            inside = range(max(a, begin), min(a + s.elements, begin + length))
+            found[k] += sum(space[i] * weight(s, k, i - a) for i in inside)
+    check(row["digest"] == b"".join((f & MASK).to_bytes(8, "little") for f in found), "digest of a row")
+
+
+def gaps(row: dict[str, Any]) -> list[int]:
+    """Positions of a `gap` row."""
+    data, shift = plane(row["gaps"], row["gap_bytes"]), row["gap_shift"]
+    lows, used, positions, position = int.from_bytes(row["lows"], "little"), 0, [], -1
+    check(len(row["lows"]) == -(-row["count"] * shift // 8), "lows")
+    for _ in range(row["count"]):
+        high = 0
+        while data[used] == 255:
+            high, used = high + 255, used + 1
+        high, used = high + data[used], used + 1
+        position += 1 + ((high << shift) | (lows & ((1 << shift) - 1)))
+        lows >>= shift
+        positions.append(position)
+    check(used == len(data) and lows == 0 and position < row["length"], "planes used up")
+    return positions
+
+
+def plane(data: bytes, raw: int) -> bytes:
+    """A plane, decompressed if it is shorter than its raw length."""
+    if len(data) == raw:
+        return data
+    check(len(data) < raw and zstandard.frame_content_size(data) == raw, "plane")
+    return zstandard.ZstdDecompressor().decompress(data)
+
+
+def numbers(data: bytes, width: int) -> list[int]:
+    return [int.from_bytes(data[i : i + width], "little") for i in range(0, len(data), width)]
+
+
+def table(data: bytes) -> list[dict[str, Any]]:
+    with pa.ipc.open_file(pa.BufferReader(data)) as reader:
+        rows: list[dict[str, Any]] = reader.read_all().to_pylist()
+    return rows
+
+
+def seeds(spec: Spec) -> list[int]:
+    text = spec.name.encode() + b"\0" + spec.dtype.encode() + b"\0" + ",".join(map(str, spec.shape)).encode()
+    return numbers(hashlib.blake2b(text, digest_size=16).digest(), 8)
+
+
+def weight(spec: Spec, lane: int, i: int) -> int:
+    """R_k(i)."""
+    z = (seeds_of(spec)[lane] + i * 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return (z ^ (z >> 31)) | 1
+
+
+_SEEDS: dict[Spec, list[int]] = {}
+
+
+def seeds_of(spec: Spec) -> list[int]:
+    if spec not in _SEEDS:
+        _SEEDS[spec] = seeds(spec)
+    return _SEEDS[spec]
+
+
+def total(layout: list[Spec], bits: dict[str, list[int]]) -> str:
+    """State digest of all untied tensors, in hex."""
+    lanes = [0, 0]
+    for spec in layout:
+        if spec.tied_to is None:
+            for k in (0, 1):
+                lanes[k] += sum(v * weight(spec, k, i) for i, v in enumerate(bits[spec.name]) if v)
+    return "".join(f"{lane & MASK:016x}" for lane in lanes)
