@@ -76,7 +76,9 @@ def move(tensors: Sequence[torch.Tensor]) -> None:
 
 def main() -> None:
     """Measure each count and print one JSON document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tensors", type=int, nargs="+", default=[100, 100_000])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

@@ -19,7 +19,7 @@ import torch
 from weightcast.publisher import Publisher, PublisherSettings
 from weightcast.subscriber import Subscriber, SubscriberSettings, Tensors
 
-from .codec_race import LAYER_ELEMENTS, states
+from .data import LAYER_ELEMENTS, states
 from .memory import peak, resident_bytes
 
 MIB = 1 << 20
@@ -63,7 +63,9 @@ def measure(mib: int, density: float, rounds: int) -> dict[str, float]:
             switch(model, sides[(turn + 1) % 2])
             target = {name: torch.empty_like(t) for name, t in model.items()}
             for t in target.values():
-                t.fill_(0)  # a copy that only ever touches pages for the first time would be no fair yardstick
+                t.fill_(
+                    0
+                )  # a copy that only ever touches pages for the first time would be no fair yardstick
             begin = time.perf_counter()
             for name, t in model.items():
                 target[name].copy_(t)
@@ -106,7 +108,9 @@ def measure(mib: int, density: float, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure once and print one JSON document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--rounds", type=int, default=4)
@@ -117,5 +121,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-

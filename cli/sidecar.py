@@ -17,7 +17,7 @@ from weightcast.schemas.errors import StorageError, WeightcastError
 from .sidecar_http import Health, HttpServer, parse_address, serve_http, serving
 from .sidecar_log import JsonFormatter, configure_logging
 from .sidecar_metrics import PublisherMetrics
-from .sidecar_signals import Stop, stop_on_signals
+from .sidecar_signals import Stop, end, stop_on_signals
 
 if TYPE_CHECKING:
     from weightcast.manifest.store import Store
@@ -32,6 +32,7 @@ __all__ = [
     "PublisherMetrics",
     "Stop",
     "configure_logging",
+    "end",
     "parse_address",
     "run_watch",
     "serve_http",
@@ -68,7 +69,7 @@ def run_watch(
         json_logs: log in JSON.
 
     Returns:
-        The exit code: 0 when stopped as asked, 130 by Ctrl-C.
+        0 once `stop` is set. If a signal did that, the process ends instead: with 0, or 130 after Ctrl-C.
 
     Raises:
         Conflict: another publisher has taken over the stream.
@@ -96,7 +97,7 @@ def run_watch(
             if publisher.version is not None:
                 metrics.version.set(publisher.version)
             _watch_until(stop, publisher, Watcher(folder, publisher, watch).run, report, health)
-    return stop.exit_code if isinstance(stop, Stop) else 0
+    return end(stop)
 
 
 def _open_publisher(

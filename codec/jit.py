@@ -27,7 +27,7 @@ GROUP: Final = 64
 """Elements `differ` compares at once: one bit each in a 64-bit mask."""
 
 LANES: Final = 8
-"""Elements of 64 bits that `weigh` handles in one vector: one AVX-512 register, or two of AVX2."""
+"""Words that `weigh` handles in one vector: one AVX-512 register, or two of AVX2."""
 
 GOLDEN: Final = 0x9E3779B97F4A7C15
 MIX1: Final = 0xBF58476D1CE4E5B9
@@ -121,15 +121,14 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def weigh(typingctx: Any, address: Any, vectors: Any, z0: Any, z1: Any, tag: Any) -> Any:
-    """weigh(address: uint64, vectors: int64, z0, z1: uint64, tag) -> (uint64, uint64): the digest of a run.
+    """weigh(address: uint64, vectors: int64, z0, z1: uint64, tag) -> (uint64, uint64): the digest of words.
 
-    Of the `8 * vectors` elements at `address`; z0 and z1 are seed + index * GOLDEN of the first, a lane each.
+    Of the `8 * vectors` words at `address`; z0 and z1 are seed + index * GOLDEN of the first, a lane each.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, vectors, *starts = args[:4]
         vector = ir.VectorType(_I64, LANES)
-        raw = ir.VectorType(context.get_value_type(tag), LANES)
         step = _splat(vector, LANES * GOLDEN)
         ramp = ir.Constant(vector, [i * GOLDEN & (2**64 - 1) for i in range(LANES)])
         firsts = [builder.add(_broadcast(builder, z, vector), ramp) for z in starts]
@@ -141,14 +140,15 @@ def weigh(typingctx: Any, address: Any, vectors: Any, z0: Any, z1: Any, tag: Any
         index.add_incoming(_I64(0), entry)
         zs = [builder.phi(vector) for _ in starts]
         sums = [builder.phi(vector) for _ in starts]
-        at = builder.add(address, builder.mul(index, _I64(raw.count * raw.element.width // 8)))
-        bits = builder.load(_pointer(builder, at, raw), align=1)
-        wide = bits if raw == vector else builder.zext(bits, vector)
+        at = builder.add(address, builder.mul(index, _I64(LANES * 8)))
+        words = builder.load(_pointer(builder, at, vector), align=1)
         after = builder.add(index, _I64(1))
         index.add_incoming(after, loop)
         totals = []
-        for z, total, first in zip(zs, sums, firsts, strict=True):
-            totals.append(builder.add(total, builder.mul(wide, _mix(builder, z, vector))))
+        for z, total, first, bits in zip(
+            zs, sums, firsts, (words, _reverse(builder, words, tag)), strict=True
+        ):
+            totals.append(builder.add(total, builder.mul(bits, _mix(builder, z, vector))))
             for phi, initial, value in (
                 (z, first, builder.add(z, step)),
                 (total, _splat(vector, 0), totals[-1]),
@@ -166,6 +166,16 @@ def weigh(typingctx: Any, address: Any, vectors: Any, z0: Any, z1: Any, tag: Any
 
     result = types.UniTuple(types.uint64, 2)
     return result(types.uint64, types.int64, types.uint64, types.uint64, tag), codegen
+
+
+def _reverse(builder: Any, words: Any, tag: Any) -> Any:
+    """Each word with its elements in reverse order."""
+    each = 64 // tag.bitwidth
+    elements = ir.VectorType(ir.IntType(tag.bitwidth), LANES * each)
+    order = [i // each * each + each - 1 - i % each for i in range(LANES * each)]
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES * each), order)
+    split = builder.bitcast(words, elements)
+    return builder.bitcast(builder.shuffle_vector(split, split, mask), words.type)
 
 
 def _splat(vector: ir.VectorType, value: int) -> ir.Constant:

@@ -46,9 +46,9 @@ Positions = npt.NDArray[np.uint32]
 
 
 @kernel
-def weight(seed: np.uint64, index: int) -> np.uint64:
-    """R_k(index) of a tensor with this seed."""
-    z = seed + np.uint64(index) * np.uint64(GOLDEN)
+def weight(seed: np.uint64, word: int) -> np.uint64:
+    """R_k(word) of a tensor with this seed."""
+    z = seed + np.uint64(word) * np.uint64(GOLDEN)
     z ^= z >> np.uint64(30)
     z *= np.uint64(MIX1)
     z ^= z >> np.uint64(27)
@@ -58,16 +58,41 @@ def weight(seed: np.uint64, index: int) -> np.uint64:
 
 
 @kernel
+def digest_word(
+    address: np.uint64, index: int, count: int, seed0: np.uint64, seed1: np.uint64, tag: Any
+) -> Any:
+    """Digest of `count` elements of one word, from element `index` of the tensor on."""
+    low, high = np.uint64(0), np.uint64(0)
+    each = 8 // width(tag)
+    for i in range(count):
+        bits = np.uint64(load(address + np.uint64(i * width(tag)), tag))
+        slot = (index + i) % each
+        low |= bits << np.uint64(8 * width(tag) * slot)
+        high |= bits << np.uint64(8 * width(tag) * (each - 1 - slot))
+    return low * weight(seed0, index // each), high * weight(seed1, index // each)
+
+
+@kernel
 def digest_run(
     address: np.uint64, index: int, count: int, seed0: np.uint64, seed1: np.uint64, tag: Any
 ) -> Any:
     """Digest of `count` elements at `address`, the first of which is element `index` of its tensor."""
-    golden = np.uint64(index) * np.uint64(GOLDEN)
-    lane0, lane1 = weigh(address, count // LANES, seed0 + golden, seed1 + golden, tag)
-    for i in range(count // LANES * LANES, count):
-        bits = np.uint64(load(address + np.uint64(i * width(tag)), tag))
-        lane0 += bits * weight(seed0, index + i)
-        lane1 += bits * weight(seed1, index + i)
+    each = 8 // width(tag)
+    lane0, lane1, i = np.uint64(0), np.uint64(0), 0
+    while i < count:
+        vectors = (count - i) // (each * LANES)
+        if (index + i) % each == 0 and vectors > 0:
+            golden = np.uint64((index + i) // each) * np.uint64(GOLDEN)
+            at = address + np.uint64(i * width(tag))
+            part0, part1 = weigh(at, vectors, seed0 + golden, seed1 + golden, tag)
+            i += vectors * each * LANES
+        else:
+            part = min(each - (index + i) % each, count - i)
+            at = address + np.uint64(i * width(tag))
+            part0, part1 = digest_word(at, index + i, part, seed0, seed1, tag)
+            i += part
+        lane0 += part0
+        lane1 += part1
     return lane0, lane1
 
 
@@ -194,6 +219,10 @@ def digest_change(
     """Sum of (new - old) * R over changes at start + positions, which must ascend from tensor `first` on."""
     lane0, lane1 = np.uint64(0), np.uint64(0)
     tensor, done = first, 0
+    bits = np.uint64(olds.itemsize * 8)
+    top = np.uint64(64) - bits
+    level = np.uint64(6 - trailing_zeros(bits))  # 2^level elements make a word
+    each = np.uint64(1) << level
     while done < count:
         while np.int64(positions[done]) + start >= starts[tensor + 1]:
             tensor += 1
@@ -203,10 +232,11 @@ def digest_change(
         at, old, new = positions[done:stop], olds[done:stop], news[done:stop]
         shift, seed0, seed1 = start - begin, seeds[tensor, 0], seeds[tensor, 1]
         for i in range(at.size):  # nothing but arithmetic, so that it becomes vectors
-            index = np.int64(at[i]) + shift
+            index = np.uint64(np.int64(at[i]) + shift)
+            slot = (index & (each - np.uint64(1))) * bits
             step = np.uint64(new[i]) - np.uint64(old[i])
-            lane0 += step * weight(seed0, index)
-            lane1 += step * weight(seed1, index)
+            lane0 += (step << slot) * weight(seed0, index >> level)
+            lane1 += (step << (top - slot)) * weight(seed1, index >> level)
         done = stop
     return lane0, lane1
 

@@ -29,14 +29,18 @@ def mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def weight(seed: int, index: int) -> int:
-    """R_k(i)."""
-    return mix((seed + index * 0x9E3779B97F4A7C15) & MASK64) | 1
+def weights(spec: TensorSpec, index: int) -> tuple[int, int]:
+    """W_0(i) and W_1(i)."""
+    each = 8 // spec.width
+    word, slot = divmod(index, each)
+    w0, w1 = (mix((seed + word * 0x9E3779B97F4A7C15) & MASK64) | 1 for seed in seeds(spec))
+    return w0 << (8 * spec.width * slot), w1 << (8 * spec.width * (each - 1 - slot))
 
 
 def digest(spec: TensorSpec, bits: Sequence[int], offset: int = 0) -> Digest:
     """D of the elements of a tensor from element `offset` on."""
-    lanes = (sum(v * weight(seed, offset + i) for i, v in enumerate(bits)) & MASK64 for seed in seeds(spec))
+    pairs = [weights(spec, offset + i) for i in range(len(bits))]
+    lanes = (sum(v * pair[k] for v, pair in zip(bits, pairs, strict=True)) & MASK64 for k in (0, 1))
     return Digest(*lanes)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from .learner import LearnerConfig
-from .policy import PolicyConfig
-from .task import ReverseTask
+if TYPE_CHECKING:  # torch takes seconds to import, in which the rollout processes can start
+    from .learner import LearnerConfig
+    from .policy import PolicyConfig
+    from .task import ReverseTask
 
 WORKERS: Final = ("a", "b")
 """Names of the two subscribers."""
@@ -29,8 +30,8 @@ class DemoConfig(BaseModel):
         width, layers, heads, mlp_width: of the policy.
         learning_rate: AdamW's; the learner lowers it in the second half of the run.
         prompts, group_size: of the batch that each subscriber makes of each version.
-        max_staleness: versions that a batch may be behind when it is trained on. 2 is what full overlap needs: a
-            batch is made while the version before the newest is being trained on and the newest is under way.
+        max_staleness: versions that a batch may be behind when it is trained on. With full overlap it is 1: a
+            batch is made from the newest version while the trainer makes the next. 2 leaves room for delays.
         poll_s: seconds between a subscriber's polls.
         kill_at: the fraction of the steps after which one subscriber is killed.
         down: versions that pass before it is started again.
@@ -57,11 +58,15 @@ class DemoConfig(BaseModel):
     @property
     def task(self) -> ReverseTask:
         """The task that prompts are drawn from."""
+        from .task import ReverseTask
+
         return ReverseTask(digits=self.digits, base=self.base)
 
     @property
     def policy(self) -> PolicyConfig:
         """The policy's sizes."""
+        from .policy import PolicyConfig
+
         task = self.task
         return PolicyConfig(
             vocab_size=task.vocab_size,
@@ -75,6 +80,8 @@ class DemoConfig(BaseModel):
     @property
     def learner(self) -> LearnerConfig:
         """How the learner steps."""
+        from .learner import LearnerConfig
+
         return LearnerConfig(learning_rate=self.learning_rate, total_steps=self.steps)
 
     @property
@@ -89,5 +96,5 @@ class DemoConfig(BaseModel):
 
     @property
     def rejoin_step(self) -> int:
-        """The learner's version that waits until the victim takes part again, so that every run shows that it does."""
+        """The learner's version that waits for the victim's return, so that every run shows it."""
         return max(self.kill_step, self.steps - max(1, self.steps // 6))

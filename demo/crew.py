@@ -14,7 +14,8 @@ from typing import Final, Self
 
 from pydantic import ValidationError
 
-from ..schemas.errors import WeightcastError
+from weightcast.schemas.errors import WeightcastError
+
 from .messages import REPORTS, Applied, Failed, Message, Proof
 
 COMMAND: Final = (sys.executable, "-P", "-m", "weightcast.demo.worker")
@@ -40,7 +41,7 @@ class WorkerProcess:
         self._started = time.monotonic()
         self._news = threading.Condition()
         with log.open("ab") as stderr:
-            # A session of its own: an interrupt from the keyboard is for the trainer, which then ends this one quietly.
+            # A session of its own: an interrupt from the keyboard is for the trainer, which then ends it.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
             )

@@ -120,14 +120,14 @@ def write_summary(outcome: Outcome, *, kept: bool) -> None:
 def _sentence(subscriber: SubscriberOutcome) -> str:
     verdict, returned = subscriber.verdict, subscriber.returned
     text = (
-        f"version {subscriber.version}, {verdict.equal} of {verdict.tensors} tensors have the trainer's SHA-256, "
-        f"state {subscriber.digest}, {subscriber.batches} batches"
+        f"version {subscriber.version}, state {subscriber.digest}, {verdict.equal} of {verdict.tensors} "
+        f"tensors have the trainer's SHA-256, {subscriber.batches} batches"
     )
     if returned is None:
         return text
     return (
-        f"{text}; killed at version {returned.killed_at}, started again from nothing at {returned.restarted_at}, "
-        f"caught up in {returned.seconds:.1f} s, {returned.batches} batches since"
+        f"{text}; killed at version {returned.killed_at}, started again from nothing at version "
+        f"{returned.restarted_at}, caught up in {returned.seconds:.1f} s, {returned.batches} batches since"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the trainer learns from: the fresh batches of the subscribers, each of which has a spool of its own."""
+"""What the trainer learns from: fresh batches of the subscribers, each of which has a spool of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Intake:
         return self._spools[name].waiting(name)
 
     def take(self, name: str, current: int) -> Rollouts | None:
-        """Take the subscriber's next batch that may train a learner at version `current`; None if there is none."""
+        """Take the subscriber's next batch that may train a learner at version `current`, if there is one."""
         while (batch := self._spools[name].take()) is not None:
             if is_fresh(batch.version, current=current, max_staleness=self._max_staleness):
                 self.used[name] += 1

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..schemas.errors import UsageError
+from weightcast.schemas.errors import UsageError
+
 from .policy import Policy, PolicyConfig
 from .rollout import Rollouts
 

@@ -1,4 +1,4 @@
-"""What the trainer and its rollout processes tell each other: one JSON document a line, over the pipes of the process.
+"""What the trainer and its rollout processes tell each other: one JSON document a line, over pipes.
 
 The end of a process's input is a message, too: the trainer is gone, so the process ends at once.
 """
@@ -29,6 +29,7 @@ class Job(Message):
         name: the subscriber's.
         incarnation: how often it was started before; a new one samples anew.
         root: of the stream, which exists.
+        first_version: of this run; those before it may be another run's, and are passed without being used.
         store: fields of `StoreSettings`.
         spool: folder for its batches.
         config: of the run.
@@ -38,6 +39,7 @@ class Job(Message):
     name: str
     incarnation: int
     root: str
+    first_version: int
     store: dict[str, Any]
     spool: str
     config: DemoConfig

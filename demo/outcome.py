@@ -10,7 +10,7 @@ from typing import Any, Final
 from .proof import Verdict
 
 LEAST_RISE: Final = 0.1
-"""Mean reward that must be gained: about ten standard errors of the mean over the 1536 positions of one step."""
+"""Mean reward that must be gained: ten standard errors of the mean over the 1536 positions of one step."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Row:
         staleness: their mean age in versions; likewise.
         changed: elements whose bits differ from the version before.
         elements: in all.
-        wire_bytes: what a follower fetches for it: shards and manifest. For a first version, nothing but the manifest.
+        wire_bytes: what a follower fetches for it: shards and manifest. A first version has no shards.
         dense_bytes: of all tensors.
-        lags: versions that each subscriber is behind when the next version is about to be published; None: not running, or
-            none applied yet.
+        lags: versions that each subscriber is behind when the next is about to be published; None: it does
+            not run, or has applied none yet.
     """
 
     version: int

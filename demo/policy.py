@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from ..schemas.errors import UsageError
+from weightcast.schemas.errors import UsageError
 
 
 @dataclass(frozen=True)

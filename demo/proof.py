@@ -1,4 +1,4 @@
-"""The proof that two processes hold the same weights: SHA-256 of every tensor's bytes, and the state digest."""
+"""The proof that two processes hold the same weights: SHA-256 of each tensor's bytes, and a state digest."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..codec import Geometry, Memory, digest_all
-from ..schemas.dtypes import TORCH_NAMES
-from ..schemas.layout import Layout, TensorSpec
+from weightcast.codec import Geometry, Memory, digest_all
+from weightcast.schemas.dtypes import TORCH_NAMES
+from weightcast.schemas.layout import Layout, TensorSpec
+
 from .messages import Proof
 
 

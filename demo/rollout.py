@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ..schemas.errors import Corrupt, UsageError
+from weightcast.schemas.errors import Corrupt, UsageError
+
 from .policy import Policy
 from .task import ReverseTask
 

@@ -1,7 +1,7 @@
 """`weightcast demo`: one trainer, two subscribers, one folder or bucket between them.
 
-Everything here is the shell around `trainer.Trainer`: arguments, temporary folders, the order in which things are opened and
-closed, and the exit code.
+Everything here is the shell around `trainer.Trainer`: arguments, temporary folders, the order in which things
+are opened and closed, and the exit code.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def command(
 ) -> int:
     """Train a small policy while two processes follow it and generate its rollouts.
 
-    Each step is published and followed bit for bit. One of the two processes is killed and started again on the
-    way. At the end both must have the trainer's weights, byte for byte, and the reward must have risen; exit code 1
-    if not.
+    Each step is published and followed bit for bit. One of the two processes is killed and started again on
+    the way. At the end both must have the trainer's weights, byte for byte, and the reward must have risen;
+    exit code 1 if not.
     """
     options = Options(keep=keep, json_output=json_output)
     return demo(root, DemoConfig(steps=steps, seed=seed), options, store_settings=store.settings())

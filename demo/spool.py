@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 from typing import Final
 
-from ..schemas.errors import Corrupt, UsageError
+from weightcast.schemas.errors import Corrupt, UsageError
+
 from .rollout import HINT, Rollouts, decode, encode
 
 MAX_FILE_BYTES: Final = 16 << 20  # bytes; 512 answers of the demo take about 30 KiB

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..schemas.errors import UsageError
+from weightcast.schemas.errors import UsageError
+
 from .rollout import Rollouts
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..schemas.errors import UsageError
+from weightcast.schemas.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The trainer's process: learns from fresh rollouts, publishes each step, and follows the script of the run."""
+"""The trainer's process: learns from fresh rollouts, publishes each step, follows the script of the run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..publisher import PendingVersion, Publisher
-from ..schemas.errors import WeightcastError
-from ..schemas.manifest import VersionManifest
+from weightcast.publisher import PendingVersion, Publisher
+from weightcast.schemas.errors import WeightcastError
+from weightcast.schemas.manifest import VersionManifest
+
 from .config import VICTIM, WORKERS, DemoConfig
 from .crew import Crew
 from .display import Board
@@ -58,13 +59,13 @@ class Trainer:
         self._root, self._store = root, dict(store)
         self._learner = Learner(config.policy, config.learner, seed=config.seed)
         self._active = set(WORKERS)  # whose batches a step waits for
-        self._killed_at = self._restarted_at = 0
-        self._used_before = 0
+        self._first = self._killed_at = self._restarted_at = 0  # versions
+        self._used_before = 0  # batches
 
     def run(self) -> VersionManifest:
         """Train all steps, publish each, and return the manifest of the last, committed."""
         current = self._publish(None)
-        current.pending.wait()  # the subscribers need a stream to open
+        self._first = current.pending.wait().version  # the subscribers need a stream to open
         for name in WORKERS:
             self._assign(name, incarnation=0)
         for _ in range(self._config.steps):
@@ -111,6 +112,7 @@ class Trainer:
                 name=name,
                 incarnation=incarnation,
                 root=self._root,
+                first_version=self._first,
                 store=self._store,
                 spool=str(self._intake.folder(name)),
                 config=self._config,
@@ -143,7 +145,7 @@ class Trainer:
             self._pause(f"subscriber {VICTIM} has not come back", deadline)
         self._active.add(VICTIM)
         self._board.note(
-            f"subscriber {VICTIM} is back at version {process.applied}, {self._caught_up_s():.1f} s after its start"
+            f"subscriber {VICTIM} is back at version {process.applied}; it took {self._caught_up_s():.1f} s"
         )
 
     def _caught_up_s(self) -> float | None:

@@ -1,8 +1,8 @@
-"""A rollout process: `python -m weightcast.demo.worker`. Started by the trainer, which tells it what to do on its input.
+"""A rollout process: `python -m weightcast.demo.worker`. The trainer starts it and tells it what to do.
 
-Three threads. One reads the input and ends the process as soon as that ends, whatever the others do. One follows
-the stream, which writes into the live weights. The main one generates with these weights; it holds the target's lock
-meanwhile, so that a batch comes from one version whole.
+Three threads. One reads the input and ends the process as soon as that ends, whatever the others do. One
+follows the stream, which writes into the live weights. The main one generates with these weights; it holds
+the target's lock meanwhile, so that a batch comes from one version whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FINISH_S: Final = 60.0  # seconds in which the last version must have arrived
 
 
 def watch_input(source: BinaryIO) -> queue.SimpleQueue[bytes]:
-    """Return a queue of the input's lines. When the input ends, the trainer is gone, and so is this process."""
+    """Return a queue of the input's lines. When the input ends, the trainer is gone: this process ends."""
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
@@ -44,14 +44,16 @@ def send(message: Message) -> None:
 
 
 class Worker:
-    """Follows the stream with a live bf16 policy and generates a batch with each version that it gets hold of."""
+    """Follows the stream with a live bf16 policy, and generates a batch with each version that it holds."""
 
     def __init__(self, job: Job) -> None:
         import torch
 
-        from ..manifest.store import StoreSettings, open_store
-        from ..schemas.settings import SubscriberSettings
-        from ..subscriber import Subscriber, Tensors
+        from weightcast.manifest.store import StoreSettings, open_store
+        from weightcast.schemas.settings import SubscriberSettings
+        from weightcast.subscriber import Subscriber
+        from weightcast.subscriber.tensors import Tensors
+
         from .policy import inference_copy
         from .spool import Spool
 
@@ -69,8 +71,9 @@ class Worker:
         self._generated = -1
 
     def follow(self) -> None:
-        """Keep the weights at the head and say so at each version. Runs in a thread of its own; never returns well."""
-        from ..schemas.errors import WeightcastError
+        """Keep the weights at the head, and say so at each version. For a thread; does not return."""
+        from weightcast.schemas.errors import WeightcastError
+
         from .messages import Applied, Failed
 
         try:
@@ -83,15 +86,14 @@ class Worker:
     def generate(self) -> bool:
         """Generate a batch and hand it over, if there is reason to: False if not.
 
-        There is none while the last batch is untaken (too far ahead) or the weights are those of the last batch.
+        There is none while the last batch is untaken (too far ahead), or was made with the same weights.
         """
         from .rollout import rollout
 
         if self._spool.waiting(self.job.name):
             return False
         with self._target.exclusive():
-            at = self._subscriber.position
-            step = at.manifest.step if at is not None else None
+            step = self._step()
             if step is None or step <= self._generated:
                 return False
             batch = rollout(
@@ -105,6 +107,11 @@ class Worker:
         self._spool.put(batch, worker=self.job.name, sequence=step)
         self._generated = step
         return True
+
+    def _step(self) -> int | None:
+        """The trainer's step that the live weights come from; None if they are no weights of this run."""
+        at = self._subscriber.position
+        return at.manifest.step if at is not None and at.version >= self.job.first_version else None
 
     def finish(self, command: Finish) -> None:
         """Go to the last version, and prove which bits the live weights have then."""
@@ -124,7 +131,8 @@ def work(lines: queue.SimpleQueue[bytes], kind: type[Worker] = Worker) -> None:
     """Do what the trainer says, until it has the proof and closes the input."""
     import torch
 
-    from ..schemas.errors import WeightcastError
+    from weightcast.schemas.errors import WeightcastError
+
     from .messages import COMMANDS, Failed, Job
 
     torch.set_num_threads(1)  # two of these and a trainer share the machine
@@ -147,7 +155,7 @@ def work(lines: queue.SimpleQueue[bytes], kind: type[Worker] = Worker) -> None:
 
 
 def _die(args: threading.ExceptHookArgs) -> None:
-    """A process of which one thread has failed would look alive and do nothing: end it, so that the trainer sees."""
+    """A process that has lost a thread would look alive and do nothing: end it, so that the trainer sees."""
     threading.__excepthook__(args)
     sys.stderr.flush()
     os._exit(1)

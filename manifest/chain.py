@@ -7,7 +7,8 @@ A manifest is accepted only if, in this order,
 4. it names as its parent the exact bytes of the manifest held before (hash chain);
 5. its digest before is the digest after of the one held before.
 
-The first manifest a reader holds is an anchor: it is checked by 1 to 3 alone, and against the hash that the reader
+The first manifest a reader holds is an anchor: it is checked by 1 to 3 alone, and against the hash that the
+reader
 remembers of it, if it does.
 """
 

@@ -1,4 +1,6 @@
-"""From a version's manifest to its verified rows, and from rows to changes: fetched ahead, decoded in parallel."""
+"""From a version's manifest to its verified rows, and from rows to changes: fetched ahead, decoded in
+parallel.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ _ROWS_AHEAD: Final = 8  # rows decoded at once; each holds at most a few times i
 class DeltaFetcher:
     """Fetches the shards of versions in parallel, holding at most about `max_pending_bytes` of them.
 
-    Not thread-safe: it belongs to one reader. `prefetch` may be called for a version before its rows are wanted.
+    Not thread-safe: it belongs to one reader. `prefetch` may be called for a version before its rows are
+    wanted.
     """
 
     def __init__(self, store: Store, pool: Executor, max_pending_bytes: int) -> None:
@@ -38,7 +41,9 @@ class DeltaFetcher:
         self._held_bytes = 0  # sizes of the shards in `_ahead`
 
     def prefetch(self, manifest: VersionManifest) -> None:
-        """Start fetching the first shards of `manifest`, as far as there is room; never blocks, raises nothing."""
+        """Start fetching the first shards of `manifest`, as far as there is room; never blocks, raises
+        nothing.
+        """
         for ref in manifest.shards:
             if not self._has_room(ref):
                 break

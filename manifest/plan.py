@@ -34,7 +34,8 @@ def plan(
     Args:
         current: version held; one beyond `head` is of no use.
         head: version wanted.
-        delta_bytes: bytes of each delta that can be used; a version that is missing, reset or pruned is left out.
+        delta_bytes: bytes of each delta that can be used; a version that is missing, reset or pruned is left
+        out.
         snapshots: those that can be used.
 
     Raises:

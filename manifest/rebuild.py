@@ -55,7 +55,8 @@ def snapshot_choices(
     Args:
         reader: the stream.
         head: newest version of interest.
-        limit: stop after so many. A route over an older one needs all deltas that a route over a newer one needs, so
+        limit: stop after so many. A route over an older one needs all deltas that a route over a newer one
+        needs, so
             that the newest is the best but for layouts that grew a lot.
         avoid: manifest keys of snapshots that are known to be of no use.
     """
@@ -105,7 +106,8 @@ def rebuild(reader: StreamReader, version: int, pool: Executor, *, start: State 
         reader: the stream.
         version: a committed version.
         pool: for fetching and decoding.
-        start: an older state to go on from if that is cheaper; its memory is changed and must not be used again.
+        start: an older state to go on from if that is cheaper; its memory is changed and must not be used
+        again.
 
     A snapshot that turns out to be damaged is passed over for the next older one.
 
@@ -160,7 +162,9 @@ def _route(
             None  # below the floor there are no deltas to go on with; beyond the version there is no way back
         )
     choices = snapshot_choices(reader, version, limit=1, avoid=avoid)
-    positions = [held, *read_chain(reader, held.version + 1, version, pool, at=held)] if held is not None else []
+    positions = (
+        [held, *read_chain(reader, held.version + 1, version, pool, at=held)] if held is not None else []
+    )
     beyond_hole = bool(positions) and bool(choices) and choices[0].version > positions[-1].version
     if held is None or beyond_hole:
         held, positions = None, read_chain(reader, choices[0].version if choices else version, version, pool)

@@ -1,6 +1,7 @@
 """Pruning: raise the floor, wait, delete.
 
-What goes is `retention_plan`'s business. Every step may be cut short and repeated: the floor only rises, it is written
+What goes is `retention_plan`'s business. Every step may be cut short and repeated: the floor only rises, it
+is written
 before anything is deleted, and a snapshot's manifest goes before its files. One pruner at a time.
 """
 
@@ -92,7 +93,8 @@ def prune(
     Args:
         reader: the stream.
         keep: how many of the newest versions stay reachable.
-        grace_s: seconds, by the store's clock, between the floor and the first deletion of what lies below it.
+        grace_s: seconds, by the store's clock, between the floor and the first deletion of what lies below
+        it.
         orphan_age_s: see `plan_prune`.
         lease_age_s: see `plan_prune`.
         dry_run: only plan. Writes nothing but the small object that tells the store's clock.
@@ -165,7 +167,9 @@ def _delete(reader: StreamReader, first: PrunePlan, second: PrunePlan) -> PruneR
 
 
 def survey_store(reader: StreamReader) -> Survey:
-    """Look at everything that pruning needs. The head comes after the listing: what is committed meanwhile is known as such."""
+    """Look at everything that pruning needs. The head comes after the listing: what is committed
+    meanwhile is known as such.
+    """
     floor = reader.floor()
     leases = [e for e in reader.store.list(READERS_PREFIX) if is_reader_key(e.key)]
     entries = [
@@ -194,7 +198,9 @@ def _lease(reader: StreamReader, entry: Entry) -> Lease | None:
 
 
 def _position(reader: StreamReader, version: int) -> Position | None:
-    """The version, or None if its manifest is missing or is not for this release to read: then its objects stay."""
+    """The version, or None if its manifest is missing or is not for this release to read: then its
+    objects stay.
+    """
     try:
         return reader.position(version)
     except (NotFound, Untrusted):

@@ -3,9 +3,11 @@
 The floor F is the newest version that has a usable snapshot and from which the versions to keep, and the
 readers that are alive, can go forward. Then these go:
 - shards of versions up to F, since what follows F needs none of them, and snapshots of versions below F;
-- shards and snapshots of attempts that never committed, left-overs of probes and leases of readers long gone, by age.
+- shards and snapshots of attempts that never committed, left-overs of probes and leases of readers long gone,
+  by age.
 
-Version manifests, layouts and companion files always stay, and so does whatever is not named as one of our objects.
+Version manifests, layouts and companion files always stay, and so does whatever is not named as one of our
+objects.
 Ages are told by the store's clock alone.
 """
 
@@ -33,7 +35,9 @@ LEASE_AGE_S: Final = 3600.0
 """A lease counts for an hour since it was last written: 60 times the default between two leases."""
 
 ORPHAN_AGE_S: Final = 86_400.0
-"""A day: far longer than the slowest upload. A writer that sleeps longer between its uploads and its commit loses."""
+"""A day: far longer than the slowest upload. A writer that sleeps longer between its uploads and its
+commit loses.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A reader's word that it holds `version`, and when the store saw it last (None: the store does not say)."""
+    """A reader's word that it holds `version`, and when the store saw it last (None: the store does not
+    say).
+    """
 
     reader: str
     version: int
@@ -61,7 +67,8 @@ class Survey:
         head: newest version, -1 if there is none.
         floor: as `floor.json` has it.
         snapshots: the usable ones, in any order.
-        named: for versions whose manifest could be read, the keys of its shards and the folder of its snapshot.
+        named: for versions whose manifest could be read, the keys of its shards and the folder of its
+        snapshot.
         leases: of readers.
         entries: a listing; objects that nothing here knows are left alone.
     """
@@ -138,7 +145,9 @@ def plan_prune(
 
 
 def _raised(survey: Survey, keep: int, leases: Sequence[Lease]) -> tuple[int, str]:
-    """The new floor, and what limits it. A reader already below the floor needs a snapshot anyway: it limits nothing."""
+    """The new floor, and what limits it. A reader already below the floor needs a snapshot anyway: it
+    limits nothing.
+    """
     limit, held_by = survey.head - keep + 1, f"the last {keep} versions are kept"
     for lease in leases:
         if survey.floor <= lease.version < limit:
@@ -150,7 +159,9 @@ def _raised(survey: Survey, keep: int, leases: Sequence[Lease]) -> tuple[int, st
 
 
 class _Sweeper:
-    """Goes through a survey once the floor is known. `old` and `alive`: what was written before them is old, or dead."""
+    """Goes through a survey once the floor is known. `old` and `alive`: what was written before them is
+    old, or dead.
+    """
 
     def __init__(self, survey: Survey, floor: int, old: datetime, alive: datetime) -> None:
         self._survey = survey

@@ -41,7 +41,8 @@ def write_snapshot(
 ) -> ObjectRef:
     """Write all tensors and `files` into `folder`; the manifest, which makes the snapshot exist, comes last.
 
-    Repeating it for the same version writes the same tensors to the same keys; only the manifest's writer and time
+    Repeating it for the same version writes the same tensors to the same keys; only the manifest's writer and
+    time
     differ. Holds about one piece in memory.
     """
     groups = split_into_files(layout.stored, max_file_bytes)

@@ -114,7 +114,8 @@ class StreamReader:
     def head(self) -> int | None:
         """The newest version, or None if nothing was ever committed.
 
-        Uses `head.json` as a hint. Where the hint fails, lists; a listing is taken as a set, whatever its order.
+        Uses `head.json` as a hint. Where the hint fails, lists; a listing is taken as a set, whatever its
+        order.
         """
         known = self._hint()
         if known is not None and self.manifest_bytes(known) is None:
@@ -239,7 +240,9 @@ class StreamReader:
         return [r for r in map(self.reader_at, [e.key for e in entries]) if r is not None]
 
     def reader_at(self, key: str) -> Reader | None:
-        """The lease at `key`; None if it went away or is broken: a hint that cannot be used protects nobody."""
+        """The lease at `key`; None if it went away or is broken: a hint that cannot be used protects
+        nobody.
+        """
         try:
             return decode(Reader, self.store.get(key, max_bytes=MAX_HINT_BYTES), key)
         except (NotFound, Untrusted):

@@ -1,4 +1,6 @@
-"""safetensors files by byte offsets: what the header says, checked against the file, without reading a tensor."""
+"""safetensors files by byte offsets: what the header says, checked against the file, without reading a
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ def _parse_header(path: Path, size: int, body: int, raw: bytes) -> list[Entry]:
 
 
 def _check_metadata(metadata: object) -> None:
-    """What safetensors itself demands of `__metadata__`; a tensor of that name makes a file that nobody can open."""
+    """What safetensors itself demands of `__metadata__`; a tensor of that name makes a file that nobody
+    can open.
+    """
     if isinstance(metadata, dict) and isinstance(metadata.get("data_offsets"), list):
         check_tensor_name("__metadata__")
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -132,13 +136,17 @@ def _what_is_it(path: Path, size: int, start: bytes, length: int) -> str:
 
 @contextmanager
 def mapped(path: Path) -> Iterator[npt.NDArray[np.uint8]]:
-    """The bytes of a file, mapped read-only. The mapping lives as long as an array over it does, whatever happens to the file's name."""
+    """The bytes of a file, mapped read-only. The mapping lives as long as an array over it does, whatever
+    happens to the file's name.
+    """
     with path.open("rb") as file:
         yield np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
 
 def encode_header(specs: Sequence[TensorSpec]) -> bytes:
-    """Length and header of a file that holds `specs` one after the other; padded to 8 bytes as the format asks."""
+    """Length and header of a file that holds `specs` one after the other; padded to 8 bytes as the format
+    asks.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for spec in specs:
@@ -172,7 +180,9 @@ def split_into_files(specs: Iterable[TensorSpec], max_bytes: int) -> list[list[T
 
 
 def _header_bytes(spec: TensorSpec) -> int:
-    """What a tensor takes in a header, at most: its name as JSON, a number of 20 digits a dimension, and the rest."""
+    """What a tensor takes in a header, at most: its name as JSON, a number of 20 digits a dimension, and
+    the rest.
+    """
     return len(json.dumps(spec.name, ensure_ascii=False).encode("utf-8")) + 21 * len(spec.shape) + 100
 
 

@@ -1,4 +1,6 @@
-"""Tables as Arrow IPC files, read without trust: what is looked at is what is read, and nothing in it expands."""
+"""Tables as Arrow IPC files, read without trust: what is looked at is what is read, and nothing in it
+expands.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The tensor table of a version: names, dtypes, shapes, ties. Content-addressed, stored as an Arrow IPC file."""
+"""The tensor table of a version: names, dtypes, shapes, ties. Content-addressed, stored as an Arrow IPC
+file.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ class TensorSpec:
 class Layout:
     """All tensors of a version, in layout order: by dtype, then by name. Build with `Layout.of`.
 
-    The *flat space* of a dtype is the concatenation of its untied tensors in this order; rows of a delta shard are
+    The *flat space* of a dtype is the concatenation of its untied tensors in this order; rows of a delta
+    shard are
     intervals of a flat space.
     """
 

@@ -1,7 +1,9 @@
 """The JSON documents of a stream: what exists, and in which order. Immutable but for the two hints.
 
-Parsing is strict: unknown keys, wrong types and values out of bounds are refused, and so are formats and features
-that this release does not know. A document is checked against its hash, where one is known, before it is parsed.
+Parsing is strict: unknown keys, wrong types and values out of bounds are refused, and so are formats and
+features
+that this release does not know. A document is checked against its hash, where one is known, before it is
+parsed.
 """
 
 from __future__ import annotations
@@ -104,7 +106,9 @@ class ParentRef(Document):
 
 
 class Totals(Document):
-    """Sums over a version. `bytes`: of the shards on the wire; `dense_bytes`: of all tensors, uncompressed."""
+    """Sums over a version. `bytes`: of the shards on the wire; `dense_bytes`: of all tensors,
+    uncompressed.
+    """
 
     elements: Count
     changed: Count
@@ -127,7 +131,8 @@ class Stream(Document):
 class VersionManifest(Document):
     """`versions/N.json`: its creation is the commit of version N.
 
-    A version either changes its parent by `shards`, or starts afresh (`reset`) from the snapshot it names; version
+    A version either changes its parent by `shards`, or starts afresh (`reset`) from the snapshot it names;
+    version
     0 always does. `digest_before` is the parent's state digest, absent only for version 0.
     """
 
@@ -271,7 +276,9 @@ class Floor(Document):
 
 
 class Reader(Document):
-    """`readers/ID.json`: a subscriber says which version it holds, so that pruning spares what it still needs."""
+    """`readers/ID.json`: a subscriber says which version it holds, so that pruning spares what it still
+    needs.
+    """
 
     kind: Literal["reader"] = "reader"
     reader: Token

@@ -62,7 +62,8 @@ def check_key(key: str) -> str:
     """Return `key` if it is a safe relative object key.
 
     Raises:
-        Untrusted: traversal, absolute path, URL, backslash, control character, pattern character, or too long.
+        Untrusted: traversal, absolute path, URL, backslash, control character, pattern character, or too
+        long.
     """
     if len(key.encode("utf-8", "replace")) > MAX_KEY_BYTES or not all(
         _KEY_PART.fullmatch(p) for p in key.split("/")
@@ -122,7 +123,9 @@ def shard_key(version: int, writer: str, part: int, token: str) -> str:
 
 
 def snapshot_folder(version: int, token: str | None = None) -> str:
-    """Folder of a snapshot. One that starts a chain carries its attempt's token: its version is not settled yet."""
+    """Folder of a snapshot. One that starts a chain carries its attempt's token: its version is not
+    settled yet.
+    """
     return f"{SNAPSHOTS_PREFIX}{version:012d}" + (f"-{token}" if token else "")
 
 
@@ -138,7 +141,9 @@ def parse_version_key(key: str) -> int | None:
 
 
 def parse_snapshot_manifest_key(key: str) -> tuple[int, str | None] | None:
-    """(version, token or None) of the snapshot whose manifest lies at `key`, or None if `key` is something else."""
+    """(version, token or None) of the snapshot whose manifest lies at `key`, or None if `key` is
+    something else.
+    """
     match = re.fullmatch(r"snapshots/([0-9]{12})(?:-([0-9a-f]{32}))?/manifest\.json", key)
     return (int(match[1]), match[2]) if match else None
 
@@ -158,7 +163,9 @@ def is_shard_key(key: str) -> bool:
 
 
 def parse_snapshot_file_key(key: str) -> tuple[int, str | None, str] | None:
-    """(version, token or None, file name) of a file in a snapshot's folder, or None if `key` is something else."""
+    """(version, token or None, file name) of a file in a snapshot's folder, or None if `key` is something
+    else.
+    """
     match = re.fullmatch(r"snapshots/([0-9]{12})(?:-([0-9a-f]{32}))?/([^/]+)", key)
     return (int(match[1]), match[2], match[3]) if match and _FILE_NAME.fullmatch(match[3]) else None
 

@@ -110,7 +110,7 @@ class Subscriber:
     def follow(self, stop: threading.Event | None = None) -> Iterator[Position]:
         """Yield each version as it is applied, until `stop` is set or the subscriber is closed.
 
-        The first one yielded is what the target holds when this begins. What may pass (the store is down, an object
+        The first one yielded may be what the target held before this began. What may pass (the store is down, an object
         is not there yet or damaged) is logged, shown in `status` and tried again, more and more slowly. Between two
         polls at the head there is one small request.
 

@@ -223,7 +223,8 @@ async def _body(
 
 
 def _error_body(code: str) -> bytes:
-    return f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>injected</Message></Error>'.encode()
+    error = f"<Error><Code>{code}</Code><Message>injected</Message></Error>"
+    return f'<?xml version="1.0" encoding="UTF-8"?>{error}'.encode()
 
 
 async def _answer(writer: asyncio.StreamWriter, fault: Fault, body: bytes) -> None:

@@ -206,7 +206,7 @@ def _supervise(folder: Path) -> None:
     finally:
         weed.send_signal(signal.SIGKILL)
         weed.wait()
-        for port in ports:
+        for port in (*ports, *(port + 10000 for port in ports)):
             for stale in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 stale.unlink(missing_ok=True)
 

@@ -28,7 +28,9 @@ from weightcast.cli.sidecar import (
     Health,
     HttpServer,
     JsonFormatter,
+    Stop,
     configure_logging,
+    end,
     parse_address,
     run_watch,
     serve_http,
@@ -354,6 +356,17 @@ def test_a_stop_waits_for_the_version_in_flight(tmp_path: Path, store: FaultStor
         sidecar.join()
     assert (sidecar.code, sidecar.error) == (0, None)
     assert [m.step for m in chain_of(store)] == [1, 2]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(None, None), (signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_end_leaves_the_process_if_a_signal_stopped_it(signum: int | None, code: int | None) -> None:
+    left: list[int] = []
+    stop = Stop(left.append)
+    stop.signum = signum
+    stop.set()
+    assert end(stop) == (code or 0)
+    assert left == ([] if code is None else [code])
+    assert end(threading.Event()) == 0
 
 
 def test_a_usage_error_at_the_start_is_raised(tmp_path: Path, store: FaultStore) -> None:

@@ -1,6 +1,7 @@
 """Writes the golden stream of format 1: `python -m tests.golden.make FOLDER`.
 
-The files under `v1/` were written once and must stay readable for ever: they are not written again when the code changes.
+The files under `v1/` were written once and must stay readable for ever: they are not written again when the
+code changes.
 Contents, ids and times are fixed, so that another run differs only where libraries encode differently.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+
 from weightcast.manifest.commit import Writer, hint_head
 from weightcast.manifest.store import open_store
 from weightcast.schemas.manifest import Floor, Reader
@@ -28,24 +30,25 @@ TIME = "2026-01-01T00:00:00.000Z"
 def start() -> Tensors:
     """Every width, a scalar, an empty tensor, a tie."""
     random = np.random.default_rng(1)
-    return Tensors.of(
-        {"lm_head.weight": "embed.weight"},
-        **{
-            "embed.weight": ("BF16", random.integers(0, 1 << 16, (40, 50))),
-            "mlp.weight": ("F8_E4M3", random.integers(0, 256, 12_000)),
-            "norm.weight": ("BF16", np.full(16, 0x3F80)),
-            "bias": ("F32", [0x80000000, 0x7FC00001, 3]),
-            "scale": ("F64", 1 << 62),
-            "mask": ("BOOL", [0, 1, 0, 1, 1]),
-            "ids": ("I64", [0, (1 << 64) - 1, 7, 1 << 40]),
-            "phase": ("C64", [1, 2, 3]),
-            "empty": ("F16", np.zeros((0, 4))),
-            "größe.重み": ("I16", [[1, 2], [3, 4]]),
-        },
-    )
+    named: dict[str, tuple[str, Any]] = {
+        "embed.weight": ("BF16", random.integers(0, 1 << 16, (40, 50))),
+        "mlp.weight": ("F8_E4M3", random.integers(0, 256, 12_000)),
+        "norm.weight": ("BF16", np.full(16, 0x3F80)),
+        "bias": ("F32", [0x80000000, 0x7FC00001, 3]),
+        "scale": ("F64", 1 << 62),
+        "mask": ("BOOL", [0, 1, 0, 1, 1]),
+        "ids": ("I64", [0, (1 << 64) - 1, 7, 1 << 40]),
+        "phase": ("C64", [1, 2, 3]),
+        "empty": ("F16", np.zeros((0, 4))),
+        "größe.重み": ("I16", [[1, 2], [3, 4]]),
+    }
+    ties = {"lm_head.weight": "embed.weight"}
+    return Tensors.of(ties, **named)  # type: ignore[arg-type]  # mypy takes `ties` for one of them
 
 
-def with_layout(tensors: Tensors, remove: tuple[str, ...], ties: dict[str, str], **new: tuple[str, Any]) -> Tensors:
+def with_layout(
+    tensors: Tensors, remove: tuple[str, ...], ties: dict[str, str], **new: tuple[str, Any]
+) -> Tensors:
     """A copy with tensors removed, added or replaced."""
     added = Tensors.of(**new)
     bits = {n: a for n, a in tensors.bits.items() if n not in remove} | added.bits
@@ -61,7 +64,11 @@ def write(author: Author) -> None:
     second = first.changed("mlp.weight", *((i, (i * 7) % 256) for i in (0, 2000, 4999, 5000, 11_999)))
     old = int(second.bits["embed.weight"][3, 3])
     second = second.changed("embed.weight", ((3, 3), (old + 1) % 65_536), ((3, 4), 0), ((39, 49), 65_535))
-    second = second.changed("bias", (0, 0), (1, 0x7FC00002)).changed("scale", ((), (1 << 62) - 5)).changed("ids", (1, 0))
+    second = (
+        second.changed("bias", (0, 0), (1, 0x7FC00002))
+        .changed("scale", ((), (1 << 62) - 5))
+        .changed("ids", (1, 0))
+    )
     author.publish(second, coding="gap", row_elements=5000, small=1000, rows_a_shard=3)
     # 2: every element of some tensors.
     third = Tensors({n: a.copy() for n, a in second.bits.items()}, second.dtypes, second.ties)
@@ -74,14 +81,22 @@ def write(author: Author) -> None:
     author.publish(third)
     # 4: another layout: removed, added, reshaped, retyped, another tie.
     fourth = with_layout(
-        third, ("ids", "bias", "mask"), {"lm_head.weight": "embed.weight", "phase.copy": "phase"},
-        **{"bias": ("F32", [[5, 0, 0x7FC00002]]), "mask": ("U8", [1, 1, 1, 1, 0]), "router": ("BF16", np.arange(100).reshape(10, 10))},
-    )  # fmt: skip
+        third,
+        ("ids", "bias", "mask"),
+        {"lm_head.weight": "embed.weight", "phase.copy": "phase"},
+        **{
+            "bias": ("F32", [[5, 0, 0x7FC00002]]),
+            "mask": ("U8", [1, 1, 1, 1, 0]),
+            "router": ("BF16", np.arange(100).reshape(10, 10)),
+        },
+    )
     author.publish(fourth, coding="whole", row_elements=5000, small=1000, rows_a_shard=8)
     # 5: after it, with planes that are worth compressing, and a snapshot beside the chain.
     fifth = Tensors({n: a.copy() for n, a in fourth.bits.items()}, fourth.dtypes, fourth.ties)
     fifth.bits["embed.weight"].reshape(-1)[::10] += np.uint16(1)
-    fifth = fifth.changed("router", ((9, 9), 5)).changed("phase", (1, 1 << 63)).changed("mlp.weight", (6000, 1))
+    fifth = (
+        fifth.changed("router", ((9, 9), 5)).changed("phase", (1, 1 << 63)).changed("mlp.weight", (6000, 1))
+    )
     author.publish(fifth, row_elements=5000, small=1000)
     author.snapshot()
     # 6: starts afresh.
@@ -120,7 +135,9 @@ def make(folder: Path) -> None:
     hint_head(author.store, author.head)
     author.store.put(FLOOR_KEY, Floor(version=0, time=TIME).encode())
     author.store.put(f"readers/{'a' * 32}.json", Reader(reader="a" * 32, version=3, time=TIME).encode())
-    (folder / "expected.json").write_text(json.dumps(expected(author), ensure_ascii=False, indent=1) + "\n", "utf-8")
+    (folder / "expected.json").write_text(
+        json.dumps(expected(author), ensure_ascii=False, indent=1) + "\n", "utf-8"
+    )
     for p in token + times:
         p.stop()
 

@@ -66,14 +66,22 @@ class MiniReader:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.stream = json.loads((root / "stream.json").read_bytes())
-        check(self.stream["kind"] == "stream" and self.stream["format"] == 1 and self.stream["features"] == [], "stream")
+        check(
+            self.stream["kind"] == "stream" and self.stream["format"] == 1 and self.stream["features"] == [],
+            "stream",
+        )
 
     def read(self, version: int, parent: Model | None) -> Model:
         """The version, from its parent or, where it is a reset, from its snapshot."""
         data = (self.root / f"versions/{version:012d}.json").read_bytes()
         manifest = json.loads(data)
-        check(manifest["kind"] == "version" and manifest["format"] == 1 and manifest["features"] == [], "format")
-        check(manifest["stream"] == self.stream["stream"] and manifest["version"] == version, "stream or version")
+        check(
+            manifest["kind"] == "version" and manifest["format"] == 1 and manifest["features"] == [], "format"
+        )
+        check(
+            manifest["stream"] == self.stream["stream"] and manifest["version"] == version,
+            "stream or version",
+        )
         if version > 0:
             assert parent is not None
             check(manifest["parent"] == {"version": version - 1, "sha256": parent.sha256}, "parent")
@@ -139,7 +147,10 @@ class MiniReader:
         touched: dict[str, set[int]] = {d: set() for d in flat}
         for ref in manifest["shards"]:
             rows = table(self.object(ref["key"], ref))
-            check(len(rows) == ref["rows"] and sum(r["count"] for r in rows) == ref["changed"], "figures of a shard")
+            check(
+                len(rows) == ref["rows"] and sum(r["count"] for r in rows) == ref["changed"],
+                "figures of a shard",
+            )
             for row in rows:
                 apply(row, spaces[row["dtype"]], flat[row["dtype"]], touched[row["dtype"]])
         return {s.name: flat[d][at : at + s.elements] for d, places in spaces.items() for s, at in places}
@@ -150,7 +161,7 @@ def apply(row: dict[str, Any], places: list[tuple[Spec, int]], space: list[int],
     width, length, count = WIDTHS[row["dtype"]], row["length"], row["count"]
     spec, at = next((s, a) for s, a in places if s.name == row["tensor"])
     begin = at + row["offset"]
-    check(0 <= row["offset"] < spec.elements and 1 <= length and begin + length <= len(space), "interval")
+    check(0 <= row["offset"] < spec.elements and length >= 1 and begin + length <= len(space), "interval")
     reached = [s for s, a in places if s.name == spec.name or at < a < begin + length]
     check(row["tensors"] == len(reached), "tensors")
     check(row["shape"] == (list(spec.shape) if len(reached) == 1 else []), "shape")
@@ -228,11 +239,14 @@ def seeds(spec: Spec) -> list[int]:
 
 
 def weight(spec: Spec, lane: int, i: int) -> int:
-    """R_k(i)."""
-    z = (seeds_of(spec)[lane] + i * 0x9E3779B97F4A7C15) & MASK
+    """W_k(i)."""
+    width = WIDTHS[spec.dtype]
+    word, slot = divmod(i, 8 // width)
+    z = (seeds_of(spec)[lane] + word * 0x9E3779B97F4A7C15) & MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return (z ^ (z >> 31)) | 1
+    shift = 8 * width * slot if lane == 0 else 64 - 8 * width * (slot + 1)
+    return ((z ^ (z >> 31)) | 1) << shift
 
 
 _SEEDS: dict[Spec, list[int]] = {}

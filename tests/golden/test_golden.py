@@ -1,4 +1,6 @@
-"""The golden stream of format 1 stays readable for ever, by this package and by a reader written from the document."""
+"""The golden stream of format 1 stays readable for ever, by this package and by a reader written from the
+document.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from weightcast.manifest.deltas import DeltaFetcher
 from weightcast.manifest.rebuild import State, rebuild
 from weightcast.manifest.store import open_store
 from weightcast.manifest.stream import StreamReader
+from weightcast.schemas.dtypes import WIDTHS
 from weightcast.schemas.layout import Layout
-from weightcast.schemas.manifest import FileList, Floor, Head, Reader, SnapshotManifest, Stream, VersionManifest, decode
+from weightcast.schemas.manifest import (
+    Document,
+    FileList,
+    Floor,
+    Head,
+    Reader,
+    SnapshotManifest,
+    Stream,
+    VersionManifest,
+    decode,
+)
 from weightcast.schemas.shard import decode_shard
 
 from ..manifest.author import POOL
@@ -47,7 +61,9 @@ def check_state(state: State, version: int) -> None:
     wanted = EXPECTED[version]
     assert state.position.manifest.digest_after == wanted["digest"]
     assert [[s.name, s.dtype, list(s.shape), s.tied_to] for s in state.layout] == wanted["layout"]
-    assert {s.name: hashlib.sha256(state.memory.tensor(s.name).tobytes()).hexdigest() for s in state.layout.stored} == wanted["tensors"]
+    assert {
+        s.name: hashlib.sha256(state.memory.tensor(s.name).tobytes()).hexdigest() for s in state.layout.stored
+    } == wanted["tensors"]
 
 
 def test_the_stream_is_whole_and_small() -> None:
@@ -85,7 +101,16 @@ def test_the_mini_reader_is_independent() -> None:
     tree = ast.parse((Path(__file__).parent / "minireader.py").read_text("utf-8"))
     imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imported |= {n.module or "." for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert imported == {"__future__", "hashlib", "json", "dataclasses", "pathlib", "typing", "pyarrow", "zstandard"}
+    assert imported == {
+        "__future__",
+        "hashlib",
+        "json",
+        "dataclasses",
+        "pathlib",
+        "typing",
+        "pyarrow",
+        "zstandard",
+    }
 
 
 def test_every_object_is_understood(reader: StreamReader) -> None:
@@ -95,9 +120,16 @@ def test_every_object_is_understood(reader: StreamReader) -> None:
     for path in sorted(p for p in STORE.rglob("*") if p.is_file()):
         key, data = path.relative_to(STORE).as_posix(), path.read_bytes()
         kind = key.split("/")[0]
-        documents = {"stream.json": Stream, "head.json": Head, "floor.json": Floor, "versions": VersionManifest, "readers": Reader}
+        documents: dict[str, type[Document]] = {
+            "stream.json": Stream,
+            "head.json": Head,
+            "floor.json": Floor,
+            "versions": VersionManifest,
+            "readers": Reader,
+        }
         if kind in documents or key in lists or key.endswith("/manifest.json"):
-            model = documents.get(kind) or (SnapshotManifest if key.startswith("snapshots/") else FileList)
+            other = SnapshotManifest if kind == "snapshots" else FileList
+            model = documents.get(kind, other)
             assert decode(model, data, key).encode() == data, key
         elif kind == "layouts":
             assert Layout.decode(data).sha256 == path.stem
@@ -108,7 +140,17 @@ def test_every_object_is_understood(reader: StreamReader) -> None:
         else:
             assert kind == "snapshots", key
         seen.add(kind)
-    assert seen == {"stream.json", "head.json", "floor.json", "versions", "readers", "layouts", "files", "data", "snapshots"}
+    assert seen == {
+        "stream.json",
+        "head.json",
+        "floor.json",
+        "versions",
+        "readers",
+        "layouts",
+        "files",
+        "data",
+        "snapshots",
+    }
     assert (reader.head(), reader.floor(), [r.version for r in reader.readers()]) == (8, 0, [3])
     assert [v for v, _ in reader.snapshot_keys()] == [6, 5, 0]
 
@@ -122,12 +164,23 @@ def test_it_covers_the_format(reader: StreamReader) -> None:
     assert any(r.tensors > 1 for r in rows)
     assert any(r.offset for r in rows)
     assert any(r.gap_bytes > r.count for r in rows), "a gap of more than one byte"
-    assert any(r.coding == "dense" and len(r.steps) < r.length for r in rows), "a compressed plane of each kind"
+    assert any(r.coding == "dense" and len(r.steps) < r.length for r in rows), (
+        "a compressed plane of each kind"
+    )
     assert any(len(r.gaps) < r.gap_bytes for r in rows)
-    assert any(0 < len(r.escapes) < r.escaped for r in rows)
+    assert any(len(r.escapes) < r.escaped * WIDTHS[r.dtype] for r in rows)
     assert {s.dtype for v in VERSIONS for s in reader.layout(reader.manifest(v).layout)} >= {
-        "BF16", "F8_E4M3", "F32", "F64", "BOOL", "U8", "I64", "I16", "F16", "C64"
-    }  # fmt: skip
+        "BF16",
+        "F8_E4M3",
+        "F32",
+        "F64",
+        "BOOL",
+        "U8",
+        "I64",
+        "I16",
+        "F16",
+        "C64",
+    }
     assert [v for v in VERSIONS if reader.manifest(v).reset] == [0, 6]
     assert not reader.manifest(3).shards
 

@@ -1,4 +1,6 @@
-"""A publisher in a few lines, for tests: numpy states in, versions out. It keeps every state that it published."""
+"""A publisher in a few lines, for tests: numpy states in, versions out. It keeps every state that it
+published.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ POOL = ThreadPoolExecutor(4)
 
 @dataclass(frozen=True)
 class Tensors:
-    """A model: bits by name, and which names only repeat another one's. Arrays are unsigned, of the dtype's width."""
+    """A model: bits by name, and which names only repeat another one's. Arrays are unsigned, of the
+    dtype's width.
+    """
 
     bits: dict[str, npt.NDArray[Any]]
     dtypes: dict[str, str]
@@ -54,7 +58,9 @@ class Tensors:
     @property
     def layout(self) -> Layout:
         own = [TensorSpec(n, self.dtypes[n], a.shape) for n, a in self.bits.items()]
-        return Layout.of([*own, *(TensorSpec(n, self.dtypes[t], self.bits[t].shape, t) for n, t in self.ties.items())])
+        return Layout.of(
+            [*own, *(TensorSpec(n, self.dtypes[t], self.bits[t].shape, t) for n, t in self.ties.items())]
+        )
 
     def changed(self, name: str, *edits: tuple[Any, int]) -> Tensors:
         """A copy in which `edits` (index, new bits) are made to a tensor."""
@@ -103,11 +109,18 @@ class Author:
         rows = self.rows(tensors, coding=coding, row_elements=row_elements, small=small)
         groups = [rows[i : i + rows_a_shard] for i in range(0, len(rows), rows_a_shard)]
         version = len(self.positions)
-        shards = [put_shard(self.store, version, self.writer.name, i, group) for i, group in enumerate(groups)]
+        shards = [
+            put_shard(self.store, version, self.writer.name, i, group) for i, group in enumerate(groups)
+        ]
         return self._commit(tensors, shards=shards, files=files)
 
     def rows(
-        self, tensors: Tensors, *, coding: Coding | None = None, row_elements: int = 1 << 22, small: int = 1 << 16
+        self,
+        tensors: Tensors,
+        *,
+        coding: Coding | None = None,
+        row_elements: int = 1 << 22,
+        small: int = 1 << 16,
     ) -> list[Row]:
         """What leads from the head to `tensors`."""
         before, geometry = self.state(), Geometry(tensors.layout)
@@ -116,7 +129,8 @@ class Author:
             old, _ = carry_over(before, geometry, POOL)
         new = Memory.over(geometry, tensors.bits)
         found = [
-            encode(geometry[i.dtype], new, old, i, coding=coding).row for i in geometry.intervals(row_elements, small)
+            encode(geometry[i.dtype], new, old, i, coding=coding).row
+            for i in geometry.intervals(row_elements, small)
         ]
         return [row for row in found if row is not None]
 
@@ -130,18 +144,31 @@ class Author:
         layout, parent = tensors.layout, self.positions[-1] if self.positions else None
         shards: list[ShardRef] = fields.get("shards", [])
         totals = Totals(
-            elements=layout.elements, changed=sum(s.changed for s in shards), bytes=sum(s.size for s in shards),
+            elements=layout.elements,
+            changed=sum(s.changed for s in shards),
+            bytes=sum(s.size for s in shards),
             dense_bytes=layout.nbytes,
-        )  # fmt: skip
-        standard = dict(
-            format=FORMAT, stream=self.reader.stream.stream, version=len(self.positions),
-            parent=parent.as_parent if parent else None, layout=put_layout(self.store, layout),
-            digest_before=parent.manifest.digest_after if parent else None, digest_after=self._digest(tensors),
-            totals=totals, writer=self.writer.name, run=self.writer.run, token=new_token(), step=None, time=now(),
-        )  # fmt: skip
+        )
+        standard = {
+            "format": FORMAT,
+            "stream": self.reader.stream.stream,
+            "version": len(self.positions),
+            "parent": parent.as_parent if parent else None,
+            "layout": put_layout(self.store, layout),
+            "digest_before": parent.manifest.digest_after if parent else None,
+            "digest_after": self._digest(tensors),
+            "totals": totals,
+            "writer": self.writer.name,
+            "run": self.writer.run,
+            "token": new_token(),
+            "step": None,
+            "time": now(),
+        }
         return VersionManifest(**{**standard, **fields})
 
-    def _commit(self, tensors: Tensors, *, files: Mapping[str, bytes] | None = None, **fields: Any) -> Position:
+    def _commit(
+        self, tensors: Tensors, *, files: Mapping[str, bytes] | None = None, **fields: Any
+    ) -> Position:
         last = self.positions[-1].manifest.files if self.positions else None
         fields["files"] = last if files is None else put_files(self.store, files)
         position = commit(self.store, self.manifest(tensors, **fields))
@@ -156,10 +183,18 @@ class Author:
             return tensors.bits[spec.name].reshape(-1)[begin:end].tobytes()
 
         return write_snapshot(
-            self.store, folder, stream=self.reader.stream.stream, version=version, layout=layout,
-            layout_ref=put_layout(self.store, layout), digest=self._digest(tensors), read=read,
-            files={"config.json": b"{}\n"}, writer=self.writer, max_file_bytes=1 << 20,
-        )  # fmt: skip
+            self.store,
+            folder,
+            stream=self.reader.stream.stream,
+            version=version,
+            layout=layout,
+            layout_ref=put_layout(self.store, layout),
+            digest=self._digest(tensors),
+            read=read,
+            files={"config.json": b"{}\n"},
+            writer=self.writer,
+            max_file_bytes=1 << 20,
+        )
 
     def _digest(self, tensors: Tensors) -> str:
         geometry = Geometry(tensors.layout)

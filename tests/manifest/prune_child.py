@@ -1,6 +1,7 @@
 """Pruners that kill themselves: `python prune_child.py KEEP before|after FOLDER...`.
 
-The pruner of the n-th folder dies right before or after its n-th deletion. Each is a process of its own, forked from one
+The pruner of the n-th folder dies right before or after its n-th deletion. Each is a process of its own,
+forked from one
 that has no threads, which is much quicker than a new interpreter. Prints how each of them ended (-9: killed).
 """
 

@@ -103,7 +103,9 @@ def test_b113_mix_and_match_of_two_streams(stream: tuple[Author, list[bytes]]) -
 def test_wrong_parent(stream: tuple[Author, list[bytes]]) -> None:
     parent = {"version": 2, "sha256": "0" * 64}
     refuse(at(stream, 2), edited(stream[1][3], parent=parent), "0000 here|version 2 here has")
-    refuse(at(stream, 2), edited(stream[1][3], parent={"version": 1, "sha256": "0" * 64}), "parent of version 3")
+    refuse(
+        at(stream, 2), edited(stream[1][3], parent={"version": 1, "sha256": "0" * 64}), "parent of version 3"
+    )
     refuse(at(stream, 2), edited(stream[1][3], parent=...), "no parent")
 
 
@@ -121,8 +123,18 @@ def test_a_changed_manifest_breaks_the_one_after_it(stream: tuple[Author, list[b
 def test_unknown_format_or_feature_is_named(stream: tuple[Author, list[bytes]]) -> None:
     refuse(at(stream, 2), edited(stream[1][3], format=2), "needs format 2", Unsupported)
     refuse(at(stream, 2), edited(stream[1][3], features=["colour"]), "colour", Unsupported)
-    refuse(at(stream, 2), edited(stream[1][3], format=2, shape_of_things=1, parent=...), "needs format 2", Unsupported)
-    refuse(at(stream, 2), edited(stream[1][3], format=2, files={"key": "../x", "size": 1, "sha256": "0" * 64}), "format 2", Unsupported)
+    refuse(
+        at(stream, 2),
+        edited(stream[1][3], format=2, shape_of_things=1, parent=...),
+        "needs format 2",
+        Unsupported,
+    )
+    refuse(
+        at(stream, 2),
+        edited(stream[1][3], format=2, files={"key": "../x", "size": 1, "sha256": "0" * 64}),
+        "format 2",
+        Unsupported,
+    )
 
 
 HOSTILE: dict[str, Callable[[bytes], bytes]] = {
@@ -133,9 +145,13 @@ HOSTILE: dict[str, Callable[[bytes], bytes]] = {
     "NaN": lambda d: edited(d, metadata=...)[:-1] + b',"metadata":{"a":NaN}}',
     "infinity": lambda d: edited(d, metadata=...)[:-1] + b',"metadata":{"a":1e999}}',
     "5,000 digits": lambda d: edited(d, step=...)[:-1] + b',"step":' + b"9" * 5000 + b"}",
-    "5,000 digits in metadata": lambda d: edited(d, metadata=...)[:-1] + b',"metadata":{"a":' + b"9" * 5000 + b"}}",
+    "5,000 digits in metadata": lambda d: (
+        edited(d, metadata=...)[:-1] + b',"metadata":{"a":' + b"9" * 5000 + b"}}"
+    ),
     "step beyond 64 bits": lambda d: edited(d, step=1 << 63),
-    "100,000 brackets": lambda d: edited(d, metadata=...)[:-1] + b',"metadata":{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}}",
+    "100,000 brackets": lambda d: (
+        edited(d, metadata=...)[:-1] + b',"metadata":{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
+    ),
     "brackets alone": lambda d: b"[" * 100_000,
     "a string for a number": lambda d: edited(d, version="3"),
     "a float for a number": lambda d: edited(d, version=3.0),
@@ -145,7 +161,9 @@ HOSTILE: dict[str, Callable[[bytes], bytes]] = {
     "wrong total of changes": lambda d: edited(d, totals={**json.loads(d)["totals"], "changed": 4}),
     "another kind": lambda d: edited(d, kind="snapshot"),
     "reset with shards": lambda d: edited(d, reset=True),
-    "snapshot without reset": lambda d: edited(d, snapshot={"key": f"snapshots/{3:012d}/manifest.json", "size": 1, "sha256": "0" * 64}),
+    "snapshot without reset": lambda d: edited(
+        d, snapshot={"key": f"snapshots/{3:012d}/manifest.json", "size": 1, "sha256": "0" * 64}
+    ),
     "too much metadata": lambda d: edited(d, metadata={"a": "x" * 70_000}),
     "not UTF-8": lambda d: edited(d, writer=...)[:-1] + b',"writer":"\xff"}',
     "UTF-16": lambda d: d.decode().encode("utf-16"),
@@ -177,13 +195,27 @@ def shard(data: bytes, **fields: Any) -> bytes:
 @pytest.mark.parametrize(
     "key",
     [
-        "http://127.0.0.1:1/x", "s3://other/x", "file:///etc/hosts", "simplecache::file:///etc/hosts",
-        "/etc/hosts", "../x", "data/000000000003/../x.arrow", "data/000000000003/a/b.arrow", "data\\000000000003\\x.arrow",
-        "data/000000000003/%2e%2e.arrow", "data/000000000003/x.arrow\n", "data/000000000003/x\u0000.arrow", "C:x",
-        "\\\\host\\s\\x", "data/000000000002/x.arrow", "data/000000000003/x.pt", "data/٠٠٠٠٠٠٠٠٠٠٠3/x.arrow", "",
+        "http://127.0.0.1:1/x",
+        "s3://other/x",
+        "file:///etc/hosts",
+        "simplecache::file:///etc/hosts",
+        "/etc/hosts",
+        "../x",
+        "data/000000000003/../x.arrow",
+        "data/000000000003/a/b.arrow",
+        "data\\000000000003\\x.arrow",
+        "data/000000000003/%2e%2e.arrow",
+        "data/000000000003/x.arrow\n",
+        "data/000000000003/x\u0000.arrow",
+        "C:x",
+        "\\\\host\\s\\x",
+        "data/000000000002/x.arrow",
+        "data/000000000003/x.pt",
+        "data/٠٠٠٠٠٠٠٠٠٠٠3/x.arrow",
+        "",
         "data/000000000003/" + "x" * 600 + ".arrow",
     ],
-)  # fmt: skip
+)
 def test_b164_b172_shard_keys(stream: tuple[Author, list[bytes]], key: str) -> None:
     """B164, B172: traversal, absolute paths, URLs, and other versions' data."""
     refuse(at(stream, 2), shard(stream[1][3], key=key), "plain relative path|not the key of|does not belong")
@@ -203,4 +235,8 @@ def test_a_reset_names_a_snapshot_of_its_own_version(stream: tuple[Author, list[
     totals = {**document["totals"], "bytes": 0, "changed": 0}
     for key in (f"snapshots/{2:012d}/manifest.json", f"snapshots/{3:012d}-x/manifest.json", version_key(3)):
         ref = {"key": key, "size": 1, "sha256": "0" * 64}
-        refuse(at(stream, 2), edited(stream[1][3], reset=True, shards=[], totals=totals, snapshot=ref), "not a snapshot of version 3")
+        refuse(
+            at(stream, 2),
+            edited(stream[1][3], reset=True, shards=[], totals=totals, snapshot=ref),
+            "not a snapshot of version 3",
+        )

@@ -32,7 +32,9 @@ START = Tensors.of(w=("BF16", [1, 2, 3, 4]))
 @pytest.fixture(params=["memory", "local"])
 def author(request: pytest.FixtureRequest, tmp_path: Any) -> Author:
     """A stream with version 0, in memory and in a folder."""
-    author = Author(open_store(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "store")))
+    author = Author(
+        open_store(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "store"))
+    )
     author.reset(START)
     return author
 
@@ -58,9 +60,9 @@ class NeverExclusive(CountingStore):
 def test_a_store_without_create_only_is_refused(author: Author) -> None:
     store = NeverExclusive(open_store(f"memory://{uuid.uuid4().hex}"))
     with pytest.raises(UsageError, match="does not honour create-only"):
-        create_stream(store)  # type: ignore[arg-type]
+        create_stream(store)
     assert list(store.inner.list("")) == []
-    assert create_stream(store, single_writer=True).stream.single_writer  # type: ignore[arg-type]
+    assert create_stream(store, single_writer=True).stream.single_writer
 
 
 def test_layouts_lie_under_their_hash(author: Author) -> None:
@@ -99,7 +101,9 @@ def test_commit_is_final_and_may_be_repeated(author: Author) -> None:
 def test_the_loser_learns_who_won(author: Author) -> None:
     mine, theirs = author.manifest(START, writer="mine"), author.manifest(START, writer="theirs")
     commit(author.store, theirs)
-    with pytest.raises(Conflict, match=f"version 1 was committed by 'theirs' run {author.writer.run}") as caught:
+    with pytest.raises(
+        Conflict, match=f"version 1 was committed by 'theirs' run {author.writer.run}"
+    ) as caught:
         commit(author.store, mine)
     assert "restart it to continue" in caught.value.hint
     assert author.reader.manifest(1) == theirs
@@ -120,7 +124,9 @@ def test_what_no_reader_accepts_is_not_committed(author: Author) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, b"bytes", "\ud800", "x" * 70_000])
-def test_metadata_that_is_no_json_is_refused_before_anything_is_written(author: Author, value: object) -> None:
+def test_metadata_that_is_no_json_is_refused_before_anything_is_written(
+    author: Author, value: object
+) -> None:
     with pytest.raises(ValueError, match="metadata"):
         author.manifest(START, metadata={"a": value})
 
@@ -139,7 +145,7 @@ def test_the_head_is_hinted_and_a_failure_does_no_harm(author: Author) -> None:
         def put(self, key: str, data: bytes) -> None:
             raise StorageError("no")
 
-    hint_head(Failing(author.store), 8)  # type: ignore[arg-type]
+    hint_head(Failing(author.store), 8)
     assert decode(Head, author.store.get(HEAD_KEY, max_bytes=100), HEAD_KEY).version == 7
 
 

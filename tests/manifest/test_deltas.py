@@ -35,7 +35,7 @@ def ten_shards() -> Author:
     """Version 1 has ten shards of one row each; versions 2 and 3 likewise."""
     author = memory_author()
     names = {f"t{i}": ("U8", np.zeros(64, np.uint8)) for i in range(10)}
-    author.reset(Tensors.of(**names))
+    author.reset(Tensors.of(None, **names))
     for version in range(1, 4):
         bits = {n: np.full(64, version + i, np.uint8) for i, n in enumerate(names)}
         author.publish(Tensors(bits, author.tensors[0].dtypes), row_elements=64, small=1, rows_a_shard=1)
@@ -57,7 +57,7 @@ class Gate(CountingStore):
 
 def gated(author: Author, limit: int, **kwargs: Any) -> tuple[Gate, DeltaFetcher]:
     gate = Gate(author.store, **kwargs)
-    return gate, DeltaFetcher(gate, POOL, limit)  # type: ignore[arg-type]
+    return gate, DeltaFetcher(gate, POOL, limit)
 
 
 def tensors_of(rows: Iterator[Row]) -> list[str]:
@@ -117,7 +117,7 @@ def test_dropping_and_stopping_early_give_the_room_back() -> None:
         fetcher.drop()
         rows = fetcher.rows(author.positions[2].manifest)
         assert next(rows).tensor == "t0"
-        rows.close()
+        del rows  # ends the generator
     gate.calls.clear()
     fetcher.prefetch(author.positions[3].manifest)
     time.sleep(0.05)
@@ -209,7 +209,7 @@ def test_apply_directly_and_collect_agree() -> None:
 def test_overlapping_rows_are_refused_in_any_order() -> None:
     author, _, rows = two_states()
     geometry, memory = copied(author)
-    for order in (rows + rows[:1], [rows[0], *rows], rows[::-1] + [rows[2]], [*rows[3:], rows[1], rows[3]]):
+    for order in (rows + rows[:1], [rows[0], *rows], [*rows[::-1], rows[2]], [*rows[3:], rows[1], rows[3]]):
         with pytest.raises(Corrupt, match="overlap"):
             apply_directly(geometry, order, copied(author)[1], POOL)
         with pytest.raises(Corrupt, match="overlap"):
@@ -223,9 +223,9 @@ def test_many_rows_against_the_order_are_checked_quickly() -> None:
     geometry, memory = copied(author)
     row = author.rows(author.tensors[0].changed("a", (0, 1)), row_elements=1, small=1)[0]
     rows = [replace(row, offset=i, digest=Digest()) for i in range(count)][::-1]
-    started = time.perf_counter()
+    started = time.process_time()
     apply_directly(geometry, rows, memory, POOL)
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     assert memory.tensor("a").tobytes() == b"\1" * count
 
 
@@ -271,13 +271,19 @@ def test_memory_of_rows_is_bounded_whatever_the_pool() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.dictionaries(st.integers(0, 19), st.integers(0, 255), max_size=8), min_size=1, max_size=6))
 def test_b122_folding_is_the_last_write(versions: list[dict[int, int]]) -> None:
-    """Folded changes of versions in a row, against a model; the overlay gives each version the bits before it."""
+    """Folded changes of versions in a row, against a model; the overlay gives each version the bits
+    before it.
+    """
     author = memory_author()
     author.reset(Tensors.of(a=("U8", np.zeros(20)), b=("U16", np.zeros(20))))
     geometry, base = copied(author)
     folded: dict[str, Any] = {}
     for edits in versions:
-        target = author.tensors[-1].changed("a", *edits.items()).changed("b", *((i, v * 3) for i, v in edits.items() if v % 2))
+        target = (
+            author.tensors[-1]
+            .changed("a", *edits.items())
+            .changed("b", *((i, v * 3) for i, v in edits.items() if v % 2))
+        )
         changes, moved = collect(geometry, author.rows(target), base, POOL, folded)
         author.publish(target)
         assert author.positions[-2].digest + moved == author.positions[-1].digest

@@ -13,7 +13,9 @@ from weightcast.manifest.plan import Route, SnapshotChoice, plan
 from weightcast.schemas.errors import Gap
 
 
-def brute_force(current: int | None, head: int, deltas: dict[int, int], snapshots: list[SnapshotChoice]) -> int | None:
+def brute_force(
+    current: int | None, head: int, deltas: dict[int, int], snapshots: list[SnapshotChoice]
+) -> int | None:
     """The least bytes of all routes, or None."""
     costs = []
     starts = [(s.version, s.bytes) for s in snapshots] + ([(current, 0)] if current is not None else [])
@@ -34,7 +36,11 @@ def check(current: int | None, head: int, deltas: dict[int, int], snapshots: lis
     assert start is not None
     assert route.snapshot is None or route.snapshot in snapshots
     assert route.versions == tuple(range(start + 1, head + 1))
-    assert route.bytes == best == (route.snapshot.bytes if route.snapshot else 0) + sum(deltas[v] for v in route.versions)
+    assert (
+        route.bytes
+        == best
+        == (route.snapshot.bytes if route.snapshot else 0) + sum(deltas[v] for v in route.versions)
+    )
 
 
 def test_exhaustive_small_cases() -> None:
@@ -55,9 +61,13 @@ def test_exhaustive_small_cases() -> None:
     current=st.none() | st.integers(0, 9),
     head=st.integers(0, 9),
     deltas=st.dictionaries(st.integers(1, 9), st.integers(0, 5)),
-    snapshots=st.lists(st.builds(SnapshotChoice, st.integers(0, 10), st.just("k"), st.integers(0, 20)), max_size=5),
+    snapshots=st.lists(
+        st.builds(SnapshotChoice, st.integers(0, 10), st.just("k"), st.integers(0, 20)), max_size=5
+    ),
 )
-def test_against_brute_force(current: int | None, head: int, deltas: dict[int, int], snapshots: list[SnapshotChoice]) -> None:
+def test_against_brute_force(
+    current: int | None, head: int, deltas: dict[int, int], snapshots: list[SnapshotChoice]
+) -> None:
     check(current, head, deltas, snapshots)
 
 
@@ -76,25 +86,27 @@ def test_equal_bytes_take_fewest_versions() -> None:
 
 def test_b111_gap_names_the_first_version_that_is_lost() -> None:
     """B111: a reader at 3, versions 1 to 9 pruned, no snapshot. B112: version 6 is missing."""
-    with pytest.raises(Gap, match="version 4 is not available as a delta and no snapshot leads past it to version 12"):
-        plan(3, 12, {v: 1 for v in range(10, 13)}, [])
+    with pytest.raises(
+        Gap, match="version 4 is not available as a delta and no snapshot leads past it to version 12"
+    ):
+        plan(3, 12, dict.fromkeys(range(10, 13), 1), [])
     with pytest.raises(Gap, match="version 6 "):
-        plan(5, 7, {v: 1 for v in range(1, 6)}, [SnapshotChoice(0, "s", 1)])
+        plan(5, 7, dict.fromkeys(range(1, 6), 1), [SnapshotChoice(0, "s", 1)])
     with pytest.raises(Gap, match="no snapshot that leads to version 12"):
-        plan(None, 12, {v: 1 for v in range(1, 13)}, [])
+        plan(None, 12, dict.fromkeys(range(1, 13), 1), [])
 
 
 def test_a_huge_gap_costs_nothing() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(Gap, match="version 1 "):
         plan(0, 10**12 - 1, {}, [])
     assert plan(None, 10**12 - 1, {10**12 - 1: 7}, [SnapshotChoice(10**12 - 2, "s", 1)]).bytes == 8
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 0.5
 
 
 def test_a_long_chain_with_many_snapshots_is_planned_in_one_pass() -> None:
-    deltas = {v: 3 for v in range(1, 200_001)}
+    deltas = dict.fromkeys(range(1, 200001), 3)
     snapshots = [SnapshotChoice(v, str(v), 1000) for v in range(0, 200_000, 100)]
-    started = time.perf_counter()
+    started = time.process_time()
     assert plan(0, 200_000, deltas, snapshots).bytes == 1000 + 300
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2

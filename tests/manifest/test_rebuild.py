@@ -1,4 +1,6 @@
-"""Rebuilding versions: from snapshots and deltas, over changes of layout, resets, holes, pruning and damage."""
+"""Rebuilding versions: from snapshots and deltas, over changes of layout, resets, holes, pruning and
+damage.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def lower(author: Author, floor: int) -> None:
 
 def counted(author: Author) -> tuple[CountingStore, StreamReader]:
     counting = CountingStore(author.store)
-    return counting, StreamReader(counting, author.reader.stream)  # type: ignore[arg-type]
+    return counting, StreamReader(counting, author.reader.stream)
 
 
 def test_every_version_rebuilds(author: Author) -> None:
@@ -85,14 +87,28 @@ def every_layout() -> list[Tensors]:
     one = Tensors.of(a=("BF16", [1, 2, 3, 4]), b=("F32", [[5, 6]]), z=("U8", 7))
     return [
         one,
-        Tensors.of(a=("BF16", [1, 2, 9, 4]), b=("F32", [[5, 6]]), z=("U8", 7), n=("BF16", [[0, 8]]), zero=("I64", [0, 0])),
+        Tensors.of(
+            a=("BF16", [1, 2, 9, 4]),
+            b=("F32", [[5, 6]]),
+            z=("U8", 7),
+            n=("BF16", [[0, 8]]),
+            zero=("I64", [0, 0]),
+        ),
         Tensors.of(a=("BF16", [1, 2, 9, 4]), z=("U8", 7), n=("BF16", [[0, 8]])),
         Tensors.of(a=("BF16", [[1, 2], [9, 4]]), z=("U8", 7), n=("BF16", [[0, 8]])),
         Tensors.of(a=("F16", [[1, 2], [9, 4]]), z=("U8", 7), n=("BF16", [[0, 8]])),
         Tensors.of({"t": "a"}, a=("F16", [[1, 2], [9, 4]]), z=("U8", 7), n=("BF16", [[0, 8]])),
         Tensors.of({"t": "a"}, a=("F16", [[1, 2], [9, 5]]), z=("U8", 7), n=("BF16", [[0, 8]])),
-        Tensors.of(a=("F16", [[1, 2], [9, 5]]), t=("F16", [[1, 2], [9, 6]]), z=("U8", 7), n=("BF16", [[0, 8]])),
-        Tensors.of({"a": "t"}, t=("F16", [[1, 2], [9, 6]]), z=("U8", 7), n=("BF16", [[0, 8]]), e=("C64", np.zeros((0, 3)))),
+        Tensors.of(
+            a=("F16", [[1, 2], [9, 5]]), t=("F16", [[1, 2], [9, 6]]), z=("U8", 7), n=("BF16", [[0, 8]])
+        ),
+        Tensors.of(
+            {"a": "t"},
+            t=("F16", [[1, 2], [9, 6]]),
+            z=("U8", 7),
+            n=("BF16", [[0, 8]]),
+            e=("C64", np.zeros((0, 3))),
+        ),
         Tensors.of(z=("U8", 7), e=("C64", np.zeros((0, 3)))),
         one,
     ]
@@ -100,7 +116,9 @@ def every_layout() -> list[Tensors]:
 
 @pytest.mark.parametrize("coding", [None, "gap", "dense", "whole"])
 def test_changes_of_layout(author: Author, coding: Any) -> None:
-    """Each step alone, and all from the start; the tensors that stay keep their bits, the others come from zero."""
+    """Each step alone, and all from the start; the tensors that stay keep their bits, the others come
+    from zero.
+    """
     states = every_layout()
     author.reset(states[0])
     for tensors in states[1:]:
@@ -116,7 +134,9 @@ def test_changes_of_layout(author: Author, coding: Any) -> None:
 def test_what_is_retained() -> None:
     states = every_layout()
     assert retained(states[2].layout, states[3].layout) == ["n", "z"]
-    assert retained(states[5].layout, states[7].layout) == ["n", "a", "z"], "t was tied: it has no bits to keep"
+    assert retained(states[5].layout, states[7].layout) == ["n", "a", "z"], (
+        "t was tied: it has no bits to keep"
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -130,13 +150,20 @@ def test_random_histories(data: st.DataObject) -> None:
         named: dict[str, Any] = {}
         for name in sorted(names):
             shape = data.draw(st.sampled_from(shapes))
-            values = data.draw(st.lists(st.integers(0, 3), min_size=int(np.prod(shape)), max_size=int(np.prod(shape))))
+            values = data.draw(
+                st.lists(st.integers(0, 3), min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))
+            )
             named[name] = (data.draw(st.sampled_from(["U8", "BF16", "F64"])), np.array(values).reshape(shape))
         tensors = Tensors.of(**named)
         if not author.positions or data.draw(st.booleans()):
             author.reset(tensors)
         else:
-            author.publish(tensors, coding=data.draw(st.sampled_from([None, "gap", "dense", "whole"])), small=1, row_elements=3)
+            author.publish(
+                tensors,
+                coding=data.draw(st.sampled_from([None, "gap", "dense", "whole"])),
+                small=1,
+                row_elements=3,
+            )
         if data.draw(st.booleans()):
             author.snapshot()
     for version in range(author.head + 1):
@@ -199,7 +226,9 @@ def test_b113_a_state_of_another_stream_is_refused() -> None:
 
 
 def test_b116_a_shard_that_vanishes_while_it_is_read(author: Author) -> None:
-    """B116: the manifest was read, then the version is pruned: the attempt fails, and the next one takes the snapshot."""
+    """B116: the manifest was read, then the version is pruned: the attempt fails, and the next one takes
+    the snapshot.
+    """
     extend(author, 7, (6,))
     held = rebuild(author.reader, 3, POOL)
     for shard in author.positions[4].manifest.shards:
@@ -229,7 +258,9 @@ def test_an_older_version_does_not_start_from_a_newer_state(author: Author) -> N
 
 
 def test_b123_a_damaged_snapshot_is_passed_over(author: Author, caplog: pytest.LogCaptureFixture) -> None:
-    """B123: the newest snapshot's weights are flipped, cut, or gone in turn: the one before and the deltas lead on."""
+    """B123: the newest snapshot's weights are flipped, cut, or gone in turn: the one before and the
+    deltas lead on.
+    """
     caplog.set_level(logging.DEBUG)
     extend(author, 8, (2, 6))
     key = f"snapshots/{6:012d}/model-00001-of-00001.safetensors"
@@ -271,7 +302,9 @@ def test_a_lie_in_the_digest_after_is_found(author: Author) -> None:
 
 
 def test_a_base_with_one_wrong_bit_is_found(author: Author) -> None:
-    """The step is taken from the old bits, so that the outcome's digest shows a wrong base wherever it was changed."""
+    """The step is taken from the old bits, so that the outcome's digest shows a wrong base wherever it
+    was changed.
+    """
     extend(author, 3)
     held = rebuild(author.reader, 2, POOL)
     held.memory.tensor("w")[2] ^= 1  # version 3 changes this element
@@ -302,7 +335,9 @@ def test_scratch_folders_are_removed(author: Author, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     extend(author, 1)
     rebuild(author.reader, 1, POOL)
-    author.store.put(author.positions[0].manifest.snapshot.key.replace("manifest.json", "model-00001-of-00001.safetensors"), b"x")  # type: ignore[union-attr]
+    named = author.positions[0].manifest.snapshot
+    assert named is not None
+    author.store.put(named.key.replace("manifest.json", "model-00001-of-00001.safetensors"), b"x")
     with pytest.raises(Corrupt):
         rebuild(author.reader, 1, POOL)
     assert list(scratch.iterdir()) == []

@@ -1,4 +1,6 @@
-"""Snapshots are plain checkpoints that any safetensors reader opens; fetching one is checked and may be repeated."""
+"""Snapshots are plain checkpoints that any safetensors reader opens; fetching one is checked and may be
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,14 @@ MODEL = Tensors.of(
     **{d: (d, np.arange(6).reshape(2, 3) % (2 if d == "BOOL" else 1 << 30)) for d in DTYPES},
     scalar=("F32", 7),
     empty=("F16", np.zeros((0, 4))),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(params=["memory", "local"])
 def author(request: pytest.FixtureRequest, tmp_path: Path) -> Author:
-    author = Author(open_store(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "store")))
+    author = Author(
+        open_store(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "store"))
+    )
     author.reset(MODEL)
     return author
 
@@ -44,11 +48,17 @@ def write(author: Author, folder: str, **changes: Any) -> None:
     def read(spec: TensorSpec, begin: int, end: int) -> bytes:
         return MODEL.bits[spec.name].reshape(-1)[begin:end].tobytes()
 
-    standard: dict[str, Any] = dict(
-        stream=author.reader.stream.stream, version=0, layout=layout, layout_ref=put_layout(author.store, layout),
-        digest=author.positions[0].manifest.digest_after, read=read, files={"config.json": b"{}"}, writer=author.writer,
-        max_file_bytes=100,
-    )  # fmt: skip
+    standard: dict[str, Any] = {
+        "stream": author.reader.stream.stream,
+        "version": 0,
+        "layout": layout,
+        "layout_ref": put_layout(author.store, layout),
+        "digest": author.positions[0].manifest.digest_after,
+        "read": read,
+        "files": {"config.json": b"{}"},
+        "writer": author.writer,
+        "max_file_bytes": 100,
+    }
     write_snapshot(author.store, folder, **{**standard, **changes})
 
 
@@ -59,7 +69,10 @@ def own_snapshot(author: Author) -> Snapshot:
 
 
 def contents(author: Author, folder: str) -> dict[str, bytes]:
-    return {e.key.rpartition("/")[2]: author.store.get(e.key, max_bytes=1 << 20) for e in author.store.list(f"{folder}/")}
+    return {
+        e.key.rpartition("/")[2]: author.store.get(e.key, max_bytes=1 << 20)
+        for e in author.store.list(f"{folder}/")
+    }
 
 
 def test_safetensors_reads_every_tensor(author: Author, tmp_path: Path) -> None:
@@ -104,7 +117,9 @@ def test_repeating_writes_the_same_files(author: Author) -> None:
     first = contents(author, folder)
     write(author, folder)
     second = contents(author, folder)
-    assert {n: d for n, d in first.items() if n != "manifest.json"} == {n: d for n, d in second.items() if n != "manifest.json"}
+    assert {n: d for n, d in first.items() if n != "manifest.json"} == {
+        n: d for n, d in second.items() if n != "manifest.json"
+    }
     assert set(first) == set(second)
 
 
@@ -144,7 +159,7 @@ def test_fetching_keeps_what_is_right_and_replaces_what_is_not(author: Author, t
     write(author, f"snapshots/{0:012d}")
     snapshot = author.reader.snapshot(f"snapshots/{0:012d}/manifest.json", author.positions[0])
     counting = CountingStore(author.store)
-    reader = StreamReader(counting, author.reader.stream)  # type: ignore[arg-type]
+    reader = StreamReader(counting, author.reader.stream)
     paths = fetch_weights(reader, snapshot, tmp_path / "new", POOL)
     assert [p.name for p in paths] == [f.name for f in snapshot.manifest.weights]
     assert len(paths) >= 3
@@ -159,7 +174,9 @@ def test_fetching_keeps_what_is_right_and_replaces_what_is_not(author: Author, t
         assert hashlib.sha256(path.read_bytes()).hexdigest() == ref.sha256
 
 
-def test_b126_a_missing_or_damaged_file_is_an_error_and_nothing_is_left(author: Author, tmp_path: Path) -> None:
+def test_b126_a_missing_or_damaged_file_is_an_error_and_nothing_is_left(
+    author: Author, tmp_path: Path
+) -> None:
     snapshot = own_snapshot(author)
     key = f"{snapshot.folder}/{snapshot.manifest.weights[0].name}"
     good = author.store.get(key, max_bytes=1 << 20)
@@ -171,7 +188,9 @@ def test_b126_a_missing_or_damaged_file_is_an_error_and_nothing_is_left(author: 
         fetch_weights(author.reader, snapshot, tmp_path / "new", POOL)
     assert list((tmp_path / "new").iterdir()) == []
     author.store.put(key, good)
-    assert len(fetch_weights(author.reader, snapshot, tmp_path / "new", POOL)) == len(snapshot.manifest.weights)
+    assert len(fetch_weights(author.reader, snapshot, tmp_path / "new", POOL)) == len(
+        snapshot.manifest.weights
+    )
 
 
 def test_a_model_without_tensors(author: Author) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,19 @@ START = Tensors.of(w=("BF16", [1, 2, 3, 4]))
 @pytest.fixture(params=["memory", "local"])
 def author(request: pytest.FixtureRequest, tmp_path: Any) -> Author:
     """A stream with no version, in memory and in a folder."""
-    return Author(open_store(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "store")))
+    return Author(
+        open_store(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "store"))
+    )
+
+
+def quickly(author: Author, key: str, data: bytes) -> None:
+    """Put an object, without waiting for the disk where the store is a folder."""
+    if author.store.url.startswith("memory"):
+        author.store.put(key, data)
+        return
+    path = Path(author.store.url.removeprefix("file://")) / key
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
 
 
 def extend(author: Author, versions: int) -> None:
@@ -51,7 +64,18 @@ def test_an_empty_stream_has_no_head(author: Author) -> None:
     assert author.reader.head() is None
 
 
-@pytest.mark.parametrize("hint", [Head(version=7).encode(), Head(version=9).encode(), b"", None, b"{", Head(version=10**12 - 1).encode(), b"x" * 5000])
+@pytest.mark.parametrize(
+    "hint",
+    [
+        Head(version=7).encode(),
+        Head(version=9).encode(),
+        b"",
+        None,
+        b"{",
+        Head(version=10**12 - 1).encode(),
+        b"x" * 5000,
+    ],
+)
 def test_b118_a_hint_is_never_trusted(author: Author, hint: bytes | None) -> None:
     """B118: stale, ahead, empty, missing, cut, absurd and too long; the head is 8."""
     extend(author, 9)
@@ -81,14 +105,14 @@ def test_b118_a_good_hint_costs_three_requests(author: Author) -> None:
     extend(author, 9)
     author.store.put(HEAD_KEY, Head(version=8).encode())
     counting = CountingStore(author.store)
-    assert StreamReader.open(counting).head() == 8  # type: ignore[arg-type]
+    assert StreamReader.open(counting).head() == 8
     assert [k for _, k in counting.calls] == [STREAM_KEY, HEAD_KEY, version_key(8), version_key(9)]
 
 
 def test_b141_many_versions_are_all_seen(author: Author) -> None:
     """B141: 1,204 manifests, read through small pages where the store has pages; order plays no part."""
     for version in range(1204):
-        author.store.create(version_key(version), b"{}")
+        quickly(author, version_key(version), b"{}")
     author.store.put("versions/README.md", b"not ours")
     author.store.put("versions/000000009999.json.bak", b"not ours")
     assert author.reader.listed_versions() == list(range(1204))
@@ -99,7 +123,9 @@ def test_b141_many_versions_are_all_seen(author: Author) -> None:
 def test_b141_pages(moto_server: Any, aws: Any, page: int) -> None:
     """B141: over an S3 server with pages of 1,000 and of 7."""
     aws(moto_server)
-    store = open_store(f"s3://{moto_server.bucket}/{uuid.uuid4().hex}", settings=StoreSettings(list_page=page))
+    store = open_store(
+        f"s3://{moto_server.bucket}/{uuid.uuid4().hex}", settings=StoreSettings(list_page=page)
+    )
     for version in range(30):
         store.put(version_key(version), b"{}")
     reader = Author(store).reader
@@ -136,7 +162,7 @@ def test_floor(author: Author) -> None:
 def test_layouts_are_checked_and_kept(author: Author) -> None:
     extend(author, 2)
     counting = CountingStore(author.store)
-    reader = StreamReader(counting, author.reader.stream)  # type: ignore[arg-type]
+    reader = StreamReader(counting, author.reader.stream)
     ref = author.positions[1].manifest.layout
     assert reader.layout(ref).tensors == START.layout.tensors
     reader.layout(ref)
@@ -201,7 +227,9 @@ def test_a_snapshot_must_be_of_the_version_it_claims(author: Author) -> None:
             author.reader.snapshot(key, author.positions[2])
     named = author.positions[0].manifest.snapshot
     assert named is not None
-    author.store.put(named.key, author.store.get(named.key, max_bytes=10_000).replace(b'"author"', b'"other!"'))
+    author.store.put(
+        named.key, author.store.get(named.key, max_bytes=10_000).replace(b'"author"', b'"other!"')
+    )
     with pytest.raises(Untrusted, match="version 0 names"):
         author.reader.snapshot(named.key, author.positions[0])
 
@@ -213,5 +241,3 @@ def test_readers_are_hints(author: Author) -> None:
     author.store.put("readers/README.md", b"not ours")
     author.store.put("readers/sub/x.json", b"not ours")
     assert author.reader.readers() == [one]
-
-

@@ -1,4 +1,6 @@
-"""safetensors headers: what is broken is named for what it is, and what we write is what safetensors reads."""
+"""safetensors headers: what is broken is named for what it is, and what we write is what safetensors
+reads.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ def entry(dtype: str, shape: list[Any], begin: int, end: int) -> dict[str, Any]:
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
-    save_file({"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.arange(4, dtype=np.int8)}, path, {"format": "pt"})
+    save_file(
+        {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.arange(4, dtype=np.int8)},
+        path,
+        {"format": "pt"},
+    )
     return path
 
 
@@ -76,7 +82,10 @@ def test_longer_than_the_header_says(good: Path) -> None:
     ("content", "what"),
     [
         (b"", "is empty"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n", "Git LFS pointer"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
+            "Git LFS pointer",
+        ),
         (b"<!DOCTYPE html><html><body>404</body></html>", "web page or XML"),
         (b"\n <html>" + b" " * 500, "web page or XML"),
         (b'<?xml version="1.0"?><Error><Code>NoSuchKey</Code></Error>', "web page or XML"),
@@ -133,19 +142,22 @@ HUGE = 1 << 32
         (b"{" * 50, 0),
         (b"[" * 100_000, 0),
         (b'{"w":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}', 8),
-        (b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', 1),
+        (
+            b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+            1,
+        ),
         (b'{"\xff":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', 1),
         ({"__metadata__": {"n": 1}}, 0),
         ({"__metadata__": "x"}, 0),
     ],
-)  # fmt: skip
+)
 def test_b167_impossible_headers(tmp_path: Path, header: object, body: int) -> None:
     """B167: shapes, offsets and numbers that cannot be: refused quickly, by name."""
     path = raw_file(tmp_path / "x.safetensors", header, bytes(body))
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(Corrupt, match=str(path)):
         read_header(path)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 0, 1, 100_000_001])
@@ -170,7 +182,10 @@ def test_b038_a_tensor_called_metadata(tmp_path: Path) -> None:
         Layout.of([TensorSpec("__metadata__", "U8", (1,))])
 
 
-@pytest.mark.parametrize(("name", "fine"), [("n" * 300, True), ("重" * 200, True), ("a/b/c", True), ("..", True), ("", False), ("n" * 1025, False)])
+@pytest.mark.parametrize(
+    ("name", "fine"),
+    [("n" * 300, True), ("重" * 200, True), ("a/b/c", True), ("..", True), ("", False), ("n" * 1025, False)],
+)
 def test_b035_names(tmp_path: Path, name: str, fine: bool) -> None:
     """B035: names never become file names, so that any of up to 1,024 bytes will do."""
     path = tmp_path / "x.safetensors"
@@ -208,20 +223,24 @@ def test_b048_unknown_dtypes(tmp_path: Path) -> None:
 def test_b033_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     """B033: one file, read back by us and by safetensors, in seconds."""
     specs = [TensorSpec(f"model.layers.{i}.weight", "BF16", (2,)) for i in range(100_000)]
-    started = time.perf_counter()
+    started = time.process_time()
     groups = split_into_files(specs, 1 << 30)
     assert len(groups) == 1
     path = tmp_path / "x.safetensors"
     path.write_bytes(encode_header(groups[0]) + bytes(400_000))
     assert [e.spec for e in read_header(path)] == groups[0]
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     with safe_open(path, "numpy") as file:
         assert len(file.keys()) == 100_000
 
 
 def test_b033_headers_stay_readable(tmp_path: Path) -> None:
-    """B033: many tensors of long names and no bytes: split by what the header takes, which safetensors limits to 100 MB."""
-    specs = [TensorSpec(f"{i:06d}" + "\x01" * 1000, "U8", (0,)) for i in range(12_000)]  # 6 bytes a character in JSON
+    """B033: many tensors of long names and no bytes: split by what the header takes, which safetensors
+    limits to 100 MB.
+    """
+    specs = [
+        TensorSpec(f"{i:06d}" + "\x01" * 1000, "U8", (0,)) for i in range(12_000)
+    ]  # 6 bytes a character in JSON
     groups = split_into_files(specs, 1 << 30)
     assert len(groups) == 2
     assert sum(map(len, groups)) == len(specs)
@@ -230,7 +249,12 @@ def test_b033_headers_stay_readable(tmp_path: Path) -> None:
 
 
 specs = st.lists(
-    st.builds(TensorSpec, st.text("abcé\"\\\x01重", min_size=1, max_size=9), st.sampled_from(sorted(WIDTHS)), st.lists(st.integers(0, 4), max_size=3).map(tuple)),
+    st.builds(
+        TensorSpec,
+        st.text('abcé"\\\x01重', min_size=1, max_size=9),
+        st.sampled_from(sorted(WIDTHS)),
+        st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    ),
     unique_by=lambda s: s.name,
     max_size=12,
 )
@@ -238,7 +262,9 @@ specs = st.lists(
 
 @given(specs, st.integers(1, 200))
 def test_split_encode_read(found: list[TensorSpec], max_bytes: int) -> None:
-    """Every tensor once, aligned, in files that are as large as asked for or have one tensor; headers come back."""
+    """Every tensor once, aligned, in files that are as large as asked for or have one tensor; headers
+    come back.
+    """
     groups = split_into_files(found, max_bytes)
     assert sorted((s for g in groups for s in g), key=lambda s: s.name) == sorted(found, key=lambda s: s.name)
     for group in groups:

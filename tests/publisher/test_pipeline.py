@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 from weightcast.publisher import Publisher
+from weightcast.publisher.pipeline import Pipeline
 from weightcast.schemas.errors import Conflict, Corrupt, StorageError, UsageError, WeightcastError
 
 from ..faultstore import FaultStore, Hold, refuse
@@ -344,7 +345,7 @@ def test_snapshots_end_while_versions_commit(store: FaultStore, publisher_at: Ca
     # A view that closes while the baseline moves: hundreds of chances for the two to meet.
     publisher = publisher_at(snapshot_every=1)
     state = {f"w{i}": torch.zeros(100 + i, dtype=d) for i, d in enumerate([torch.int8, torch.int16, torch.int32, torch.float64] * 3)}
-    for k in range(150):
+    for k in range(80):
         for tensor in state.values():
             tensor[k % 100] += 1
         publisher.publish(state)
@@ -490,7 +491,7 @@ def test_the_newest_state_wins_whatever_the_timing(store: FaultStore, publisher:
     # Each publish lands at another moment of the one before: between its commit, the baseline's move, and the next take.
     w = torch.zeros(2000, dtype=torch.int32)
     publisher.publish({"w": w}).wait()
-    for round_ in range(30):
+    for round_ in range(12):
         for k in range(8):
             w.fill_(round_ * 8 + k + 1)
             last = publisher.publish({"w": w}, step=round_ * 8 + k + 1)
@@ -500,6 +501,29 @@ def test_the_newest_state_wins_whatever_the_timing(store: FaultStore, publisher:
     assert steps == sorted(steps)
     for version, step in enumerate(steps):
         assert read(store, version)["w"] == Bits("I32", (2000,), step.to_bytes(4, "little") * 2000)
+
+
+def test_what_waits_is_not_overtaken_while_it_is_taken(
+    store: FaultStore, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher.publish({"w": torch.zeros(9)}).wait()
+    hold, between = held(store, publisher, {"w": torch.ones(9)}), Hold()
+    older = publisher.publish({"w": torch.full((9,), 2.0)})
+    take = Pipeline._take
+
+    def slowly(self: Pipeline) -> object:
+        between("")
+        return take(self)
+
+    monkeypatch.setattr(Pipeline, "_take", slowly)
+    hold.release()
+    assert between.reached.wait(10)  # nothing is active, one waits, and it is about to be taken
+    newer = publisher.publish({"w": torch.full((9,), 3.0)})
+    between.release()
+    assert older.wait().version <= newer.wait().version
+    publisher.close()
+    last = chain_of(store)[-1].version
+    assert_version(store, last, copy_of({"w": torch.full((9,), 3.0)}))
 
 
 def test_another_publisher_takes_over(store: FaultStore, publisher_at: Callable[..., Publisher]) -> None:

@@ -93,20 +93,20 @@ def rig_at(folder: Path, publisher_at: Callable[..., Publisher]) -> RigAt:
 
 
 @contextmanager
-def during_read(act: Callable[[Path], None], *, at: int = 1) -> Iterator[None]:
-    """Run `act` on the file that is being read, before tensor number `at` (from 0)."""
-    real, count = contents_module._read, 0
+def during_read(act: Callable[[Path], None], *, at: int = 1) -> Iterator[list[Path]]:
+    """Run `act` on the file that is being read, before tensor number `at` (from 0); gives what was read."""
+    real = contents_module._read
+    done: list[Path] = []
 
     def read(path: Path, *args: Any) -> None:
-        nonlocal count
-        if count == at:
+        if len(done) == at:
             act(path)
-        count += 1
+        done.append(path)
         real(path, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contents_module, "_read", read)
-        yield
+        yield done
 
 
 # --- which one ----------------------------------------------------------------------------------------------
@@ -447,6 +447,26 @@ def test_b184_latest_alone_leads_to_folders_elsewhere(folder: Path, rig_at: RigA
     assert_version(store, 2, copy_of(model(9)))
 
 
+def test_b184_latest_going_back_to_what_was_ignored_or_passed_over(folder: Path, rig_at: RigAt) -> None:
+    rig = rig_at(existing="ignore")
+    latest = folder / "latest"
+    targets = [save(folder.parent / f"weights-{n}", model(n)) for n in range(2)]
+    folder.mkdir()
+    for number, published in ((0, 0), (1, 1), (0, 0)):
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(targets[number])
+        assert len(rig.all()) == published
+
+
+def test_b184_latest_that_leads_to_a_temporary_name_waits_for_the_rename(folder: Path, rig_at: RigAt) -> None:
+    rig = rig_at()
+    save(folder / "tmp-checkpoint-40", model(1))
+    (folder / "latest").symlink_to("tmp-checkpoint-40")
+    assert rig.all() == []
+    (folder / "tmp-checkpoint-40").rename(folder / "checkpoint-40")
+    assert [m.step for m in rig.all()] == [40]
+
+
 def test_links_that_lead_nowhere_are_left_alone(folder: Path, rig_at: RigAt) -> None:
     rig = rig_at()
     folder.mkdir()
@@ -780,8 +800,9 @@ def test_a_stop_interrupts_reading_and_commits_nothing(
     rig.look()
     rig.clock.now += SETTLE_S
     outcomes: list[Outcome] = []
-    with during_read(lambda path: stop.set(), at=2):
+    with during_read(lambda path: stop.set(), at=2) as done:
         rig.watcher.run(stop, outcomes.append)
+    assert len(done) == 3, "the tensor at hand is the last one that is read"
     assert [o.published for o in outcomes] == [None]
     assert len(chain_of(store)) == 1
     rig.watcher.run(stop, outcomes.append)

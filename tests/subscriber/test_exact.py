@@ -232,7 +232,7 @@ def test_b054_tensors_of_other_shapes_stay_at_the_old_version(
     subscriber.once()
     trainer.publish({"embed": torch.ones(10, 4), "w": torch.full((5,), 2.0)})
     with pytest.raises(UsageError, match=r"'embed' is F32\[8, 4\] here and F32\[10, 4\] in the stream"):
-        next(subscriber.follow()) and next(subscriber.follow())
+        next(subscriber.follow())
     assert bits(live) == bits(model)
     status = subscriber.status()
     assert (status.version, status.head, status.ready) == (0, 1, True)
@@ -325,8 +325,7 @@ def test_what_does_not_fit_in_one_fold_is_applied_in_several(
         seen.append(position.version)
         if position.version == 6:
             break
-    assert seen[0] == 0
-    assert 3 < len(seen) < 7
+    assert seen == [3, 6]  # 40,000 changes of ten bytes each are beyond a mebibyte after the third
     assert loaded(tmp_path) == bits(model)
 
 
