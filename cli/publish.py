@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from weightcast.schemas.errors import WeightcastError
 
 from .options import StoreOptions, json_option, root_argument, store_options
 from .output import write_fields, write_json
@@ -173,7 +176,8 @@ def _publish_one(
     try:
         manifest = _publish(publisher, checkpoint, step, request)
     except Exception:
-        publisher.close()
+        with suppress(WeightcastError):  # says the same once more
+            publisher.close()
         raise
     publisher.close()
     from weightcast.manifest.stream import StreamReader

@@ -40,8 +40,8 @@ class Stop(threading.Event):
 def end(stop: threading.Event) -> int:
     """The exit code of a sidecar that has stopped and closed everything.
 
-    If a signal stopped it, the process ends here: taking down an interpreter with torch in it was seen to take
-    2 s to 8 s on a loaded machine, and nothing is left to do.
+    If a signal stopped it, the process ends here: taking down an interpreter with torch in it was seen to
+    take 2 s to 8 s on a loaded machine, and nothing is left to do.
     """
     if not isinstance(stop, Stop) or stop.signum is None:
         return 0

@@ -39,6 +39,8 @@ def command(
     from weightcast.manifest.inspect_verify import verify
 
     report = verify(store.reader(root), version, deep, progress=_progress())
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[K")  # the last line of progress
     if as_json:
         write_json({"ok": report.ok, **asdict(report)})
     else:

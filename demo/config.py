@@ -39,15 +39,15 @@ class DemoConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    steps: Positive = 64
+    steps: Positive = 60
     seed: int = 0
     digits: Positive = 3
     base: Positive = 10
-    width: Positive = 256
+    width: Positive = 192
     layers: Positive = 2
     heads: Positive = 4
-    mlp_width: Positive = 512
-    learning_rate: float = 7e-4
+    mlp_width: Positive = 384
+    learning_rate: float = 8e-4
     prompts: Positive = 32
     group_size: Positive = 8
     max_staleness: int = 2

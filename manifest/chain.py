@@ -81,11 +81,13 @@ class TrustedChain:
         if manifest.parent != self.at.as_parent:
             found = manifest.parent.sha256 if manifest.parent else "none"
             raise Untrusted(
-                f"{where} follows a manifest with SHA-256 {found}, but version {self.at.version} here has {self.at.sha256}"
+                f"{where} follows a manifest with SHA-256 {found}, but version {self.at.version} here has "
+                f"{self.at.sha256}"
             )
         if manifest.before != self.at.digest:
             raise Untrusted(
-                f"{where} starts from state {manifest.digest_before}, but version {self.at.version} ended in {self.at.digest}"
+                f"{where} starts from state {manifest.digest_before}, but version {self.at.version} ended "
+                f"in {self.at.digest}"
             )
         self.at = position
         return position

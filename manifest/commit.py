@@ -118,15 +118,18 @@ def commit(store: Store, manifest: VersionManifest) -> Position:
     key = version_key(manifest.version)
     if len(data) > MAX_MANIFEST_BYTES:
         raise UsageError(
-            f"the manifest of version {manifest.version} has {len(data)} bytes, at most {MAX_MANIFEST_BYTES} are read"
+            f"the manifest of version {manifest.version} has {len(data)} bytes, at most "
+            f"{MAX_MANIFEST_BYTES} are read"
         )
     decode(
         VersionManifest, data, key
     )  # what no reader would accept must not be committed: it could never be taken back
     if not store.create(key, data):
         raise Conflict(
-            f"version {manifest.version} was committed by {_who(store, key)}; this is {manifest.writer!r} run {manifest.run}",
-            hint="another publisher has taken over this stream; stop this one, or restart it to continue from the new head",
+            f"version {manifest.version} was committed by {_who(store, key)}; this is {manifest.writer!r} "
+            f"run {manifest.run}",
+            hint="another publisher has taken over this stream; stop this one, or restart it to continue "
+            "from the new head",
         )
     return Position(manifest, hashlib.sha256(data).hexdigest())
 

@@ -102,7 +102,8 @@ class DeltaFetcher:
         rows = decode_shard(self._store.fetch(ref.key, size=ref.size, sha256=ref.sha256), ref.key)
         if len(rows) != ref.rows or sum(r.count for r in rows) != ref.changed:
             raise Corrupt(
-                f"shard {ref.key} has {len(rows)} rows, its manifest says {ref.rows}, or another number of changes"
+                f"shard {ref.key} has {len(rows)} rows, its manifest says {ref.rows}, or another number "
+                f"of changes"
             )
         return rows
 

@@ -17,8 +17,8 @@ from weightcast.schemas.shard import Row
 
 from .chain import Position
 from .deltas import DeltaFetcher
-from .inspect import TensorChange
 from .inspect_pool import THREADS, ahead, workers
+from .inspect_values import TensorChange
 from .rebuild import FETCH_BYTES, State, rebuild
 from .stream import StreamReader
 

@@ -156,15 +156,13 @@ def _route(
     reader: StreamReader, version: int, held: Position | None, pool: Executor, avoid: Collection[str]
 ) -> _Routed:
     """Plan from what is held, or from the newest snapshot that is not to be avoided."""
-    floor = reader.floor()
-    if held is not None and not floor <= held.version <= version:
-        held = (
-            None  # below the floor there are no deltas to go on with; beyond the version there is no way back
-        )
-    choices = snapshot_choices(reader, version, limit=1, avoid=avoid)
-    positions = (
-        [held, *read_chain(reader, held.version + 1, version, pool, at=held)] if held is not None else []
-    )
+    floor, choices = reader.floor(), snapshot_choices(reader, version, limit=1, avoid=avoid)
+    # Below the floor there are no deltas to go on with, and beyond the version there is no way back.
+    if held is not None and (held.version > version or (held.version < floor and choices)):
+        held = None
+    positions: list[Position] = []
+    if held is not None:
+        positions = [held, *read_chain(reader, held.version + 1, version, pool, at=held)]
     beyond_hole = bool(positions) and bool(choices) and choices[0].version > positions[-1].version
     if held is None or beyond_hole:
         held, positions = None, read_chain(reader, choices[0].version if choices else version, version, pool)
@@ -190,7 +188,8 @@ def copy_file(path: Path, layout: Layout, memory: Memory) -> None:
             name = entry.spec.name
             if name not in layout or layout[name] != entry.spec:
                 raise Corrupt(
-                    f"{path.name} has tensor {name!r} {entry.spec.dtype}{list(entry.spec.shape)}, which the layout does not list so"
+                    f"{path.name} has tensor {name!r} {entry.spec.dtype}{list(entry.spec.shape)}, which "
+                    f"the layout does not list so"
                 )
             target = memory.tensor(name).reshape(-1)
             target[:] = np.frombuffer(view, target.dtype, len(target), entry.begin)
@@ -205,7 +204,8 @@ def proved(state: State, pool: Executor) -> State:
     found = digest_all(state.geometry, state.memory, pool)
     if found != state.position.digest:
         raise Corrupt(
-            f"version {state.position.version} rebuilt has state {found}, its manifest says {state.position.digest}"
+            f"version {state.position.version} rebuilt has state {found}, its manifest says "
+            f"{state.position.digest}"
         )
     return state
 
@@ -223,7 +223,8 @@ def advance(
     moved = apply_directly(geometry, fetcher.rows(manifest), memory, pool)
     if state.position.digest - lost + moved != position.digest:
         raise Corrupt(
-            f"version {position.version} rebuilt has state {state.position.digest - lost + moved}, its manifest says {position.digest}"
+            f"version {position.version} rebuilt has state {state.position.digest - lost + moved}, its "
+            f"manifest says {position.digest}"
         )
     return State(position, geometry, memory)
 

@@ -150,7 +150,8 @@ def _delete(reader: StreamReader, first: PrunePlan, second: PrunePlan) -> PruneR
     """Do what both plans say: `second` was made after the grace, `first` before the floor was raised."""
     if second.floor_before < first.floor:
         raise Conflict(
-            f"{FLOOR_KEY} is {second.floor_before}, but {first.floor} was written here: another pruner is at work",
+            f"{FLOOR_KEY} is {second.floor_before}, but {first.floor} was written here: another pruner is "
+            f"at work",
             hint="run one pruner at a time, and prune again",
         )
     announced = {d.key for d in first.deletions}

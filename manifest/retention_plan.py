@@ -135,7 +135,8 @@ def plan_prune(
     """
     if keep < 1 or orphan_age_s < 0 or lease_age_s < 0:
         raise UsageError(
-            f"keep is {keep}, expected at least 1; ages are {orphan_age_s} s and {lease_age_s} s, expected 0 or more"
+            f"keep is {keep}, expected at least 1; ages are {orphan_age_s} s and {lease_age_s} s, "
+            f"expected 0 or more"
         )
     alive = now - timedelta(seconds=lease_age_s)
     leases = [x for x in survey.leases if x.modified is None or x.modified > alive]

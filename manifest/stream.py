@@ -209,7 +209,8 @@ class StreamReader:
         expected = position.manifest
         if (manifest.stream, manifest.version) != (expected.stream, expected.version):
             raise Untrusted(
-                f"{key} is of stream {manifest.stream} version {manifest.version}, expected {expected.stream} version {expected.version}"
+                f"{key} is of stream {manifest.stream} version {manifest.version}, expected "
+                f"{expected.stream} version {expected.version}"
             )
         if manifest.digest != expected.digest_after or manifest.layout != expected.layout:
             raise Untrusted(

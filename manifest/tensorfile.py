@@ -79,7 +79,8 @@ def _parse_header(path: Path, size: int, body: int, raw: bytes) -> list[Entry]:
             spec = TensorSpec(check_tensor_name(name), dtype, shape)
             if spec.elements * width != end - begin:
                 raise ValueError(
-                    f"tensor {name!r} has {end - begin} bytes, {dtype}{list(shape)} needs {spec.elements * width}"
+                    f"tensor {name!r} has {end - begin} bytes, {dtype}{list(shape)} needs "
+                    f"{spec.elements * width}"
                 )
             entries.append(Entry(spec, body + begin, body + end))
     except WeightcastError:
@@ -128,7 +129,7 @@ def _what_is_it(path: Path, size: int, start: bytes, length: int) -> str:
     if text.startswith((b"<!doctype", b"<html", b"<?xml")):
         return f"{path} is a web page or XML answer ({size} bytes), not a safetensors file"
     if MAX_HEADER_BYTES < length <= size - 8:
-        return f"{path} ({size} bytes) has a safetensors header of {length} bytes, at most {MAX_HEADER_BYTES} are read"
+        return f"{path} ({size} bytes) has a header of {length} bytes, at most {MAX_HEADER_BYTES} are read"
     return (
         f"{path} has {size} bytes, too few for the {length + 8} bytes that its safetensors header would take"
     )

@@ -109,7 +109,8 @@ class Layout:
                     or (other.dtype, other.shape) != (spec.dtype, spec.shape)
                 ):
                     raise UsageError(
-                        f"tensor {spec.name!r} is tied to {spec.tied_to!r}, which is not an untied tensor of its dtype and shape"
+                        f"tensor {spec.name!r} is tied to {spec.tied_to!r}, which is not an untied tensor "
+                        f"of its dtype and shape"
                     )
         return cls(specs, index)
 

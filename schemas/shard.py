@@ -119,8 +119,10 @@ def decode_shard(data: bytes, where: str) -> list[Row]:
         row = Row(**named | {"shape": tuple(named["shape"]), "digest": Digest.from_bytes(named["digest"])})
         if not _is_possible(row):
             raise Corrupt(
-                f"shard {where}: the row of tensor {row.tensor!r} has impossible figures (coding {row.coding!r}, "
-                f"offset {row.offset}, length {row.length}, count {row.count}, escaped {row.escaped}, gap_bytes {row.gap_bytes})"
+                f"shard {where}: the row of tensor {row.tensor!r} has impossible figures (coding "
+                f"{row.coding!r}, "
+                f"offset {row.offset}, length {row.length}, count {row.count}, escaped {row.escaped}, "
+                f"gap_bytes {row.gap_bytes})"
             )
         rows.append(row)
     return rows

@@ -164,9 +164,11 @@ class CheckpointFolder:
             specs = [entry.spec for entry in map_file(path, writable=False).entries]
             move(path, self.path / name)
             groups.append((name, specs))
-        swap = Swap(mark_of(position), encode_index(groups).decode(), layout.encoded.hex(), old)
+        remove = [name for name in old if name not in dict(groups)]  # one that was missing has its name again
+        swap = Swap(mark_of(position), encode_index(groups).decode(), layout.encoded.hex(), remove)
         write_swap(self._own / "swap.json", swap)
         self._finish_swap(swap)
+        self._weights.mapped(swap.mark)  # these are the files that were proved, and no others
 
     def companions(self, files: Mapping[str, bytes]) -> None:
         """See Target: they are put aside, and take their places together with the weights."""

@@ -151,9 +151,9 @@ class Mover:
             raise Corrupt("the target is not attached")
         try:
             base = self._target.memory(geometry)
-        except (Corrupt, UsageError):
+        except (Corrupt, UsageError) as error:
             self.attached = False  # what it holds has to be found out anew
-            raise
+            raise Corrupt(f"{self._target.name} no longer holds version {at.version}: {error}") from error
         together = list(itertools.takewhile(lambda p: p.manifest.layout == at.manifest.layout, run))
         if together:
             staged = stage(geometry, base, at, together, self._fetcher, self._pool, self._settings.fold_bytes)

@@ -68,7 +68,7 @@ def allowed(documented: str) -> set[str]:
 
 
 def check(name: str, *documents: Any) -> None:
-    """Together the documents have exactly the documented keys, each of a documented type; all of those occur in each."""
+    """Together the documents have exactly the documented keys, each of a documented type."""
     keys = contract(name)
     seen: dict[str, set[str]] = {}
     for document in documents:

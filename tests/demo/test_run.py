@@ -175,7 +175,9 @@ def test_the_summary_of_a_run_without_learning_says_what_is_not_proved(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_when_the_trainer_goes_its_processes_go(temporary: Path, number: signal.Signals, code: int) -> None:
     config = TINY.model_copy(update={"steps": 10_000}).model_dump_json()
-    script = "import sys; from weightcast.demo.run import *; sys.exit(demo(None, DemoConfig(**eval(sys.argv[1]))))"
+    script = (
+        "import sys; from weightcast.demo.run import *; sys.exit(demo(None, DemoConfig(**eval(sys.argv[1]))))"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", script, config], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as trainer:

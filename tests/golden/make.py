@@ -43,14 +43,14 @@ def start() -> Tensors:
         "größe.重み": ("I16", [[1, 2], [3, 4]]),
     }
     ties = {"lm_head.weight": "embed.weight"}
-    return Tensors.of(ties, **named)  # type: ignore[arg-type]  # mypy takes `ties` for one of them
+    return Tensors.of(ties, **named)
 
 
 def with_layout(
     tensors: Tensors, remove: tuple[str, ...], ties: dict[str, str], **new: tuple[str, Any]
 ) -> Tensors:
     """A copy with tensors removed, added or replaced."""
-    added = Tensors.of(**new)
+    added = Tensors.of(None, **new)
     bits = {n: a for n, a in tensors.bits.items() if n not in remove} | added.bits
     dtypes = {n: d for n, d in tensors.dtypes.items() if n not in remove} | added.dtypes
     return Tensors(bits, dtypes, ties)

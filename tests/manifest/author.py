@@ -99,7 +99,7 @@ class Author:
         """A version that starts afresh."""
         version = len(self.positions)
         snapshot = self._snapshot(snapshot_folder(version, new_token()), version, tensors)
-        return self._commit(tensors, reset=True, snapshot=snapshot, files=files)
+        return self.commit(tensors, reset=True, snapshot=snapshot, files=files)
 
     def publish(
         self, tensors: Tensors, *, coding: Coding | None = None, row_elements: int = 1 << 22, small: int = 1 << 16,
@@ -112,7 +112,7 @@ class Author:
         shards = [
             put_shard(self.store, version, self.writer.name, i, group) for i, group in enumerate(groups)
         ]
-        return self._commit(tensors, shards=shards, files=files)
+        return self.commit(tensors, shards=shards, files=files)
 
     def rows(
         self,
@@ -166,9 +166,10 @@ class Author:
         }
         return VersionManifest(**{**standard, **fields})
 
-    def _commit(
+    def commit(
         self, tensors: Tensors, *, files: Mapping[str, bytes] | None = None, **fields: Any
     ) -> Position:
+        """The next version, of a manifest with these `fields`."""
         last = self.positions[-1].manifest.files if self.positions else None
         fields["files"] = last if files is None else put_files(self.store, files)
         position = commit(self.store, self.manifest(tensors, **fields))

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.manifest.commit import new_token, now
+from weightcast.manifest.commit import new_token, now, put_shard
+from weightcast.manifest.inspect_verify import verify
 from weightcast.manifest.rebuild import rebuild
 from weightcast.manifest.retention import (
     Candidate,
@@ -84,13 +85,15 @@ def quick(author: Author, keep: int, **kwargs: Any) -> PruneResult:
     return prune(author.reader, keep=keep, **{"grace_s": 0, **kwargs})
 
 
-def check_sound(author: Author) -> None:
-    """Every version from the floor on rebuilds, alone and from every position at or above the floor."""
+def check_sound(author: Author, *, deep: bool = False, broken: tuple[str, ...] = ()) -> None:
+    """Every version from the floor on rebuilds, every manifest is there, and `verify` finds nothing but what is `broken`."""
     floor = author.reader.floor()
     for version in range(floor, author.head + 1):
         check_state(rebuild(author.reader, version, POOL), author.tensors[version])
     for version in range(author.head + 1):
         assert author.reader.position(version) == author.positions[version], "version manifests stay"
+    report = verify(author.reader, deep=deep)
+    assert tuple(p.object for p in report.problems) == broken
 
 
 # Planning
@@ -300,7 +303,7 @@ def test_what_is_kept_is_whole(author: Author) -> None:
     )
     assert result.deleted_bytes == dry.plan.bytes > 0
     assert (versions(author, "data/"), versions(author, "snapshots/")) == ([9, 10, 11, 12], [8])
-    check_sound(author)
+    check_sound(author, deep=True)
     with pytest.raises(Gap):
         rebuild(author.reader, 7, POOL)
     assert quick(author, 4).deleted == 0
@@ -326,7 +329,7 @@ def test_a_broken_snapshot_is_no_floor(author: Author) -> None:
     author.store.put(key, good)
     author.store.put(f"{snapshot_folder(6)}/manifest.json", b"{}")
     assert quick(author, 1).plan.floor == 3
-    check_sound(author)
+    check_sound(author, broken=(f"{snapshot_folder(6)}/manifest.json",))
 
 
 def test_b116_leases_of_living_readers_hold(author: Author) -> None:
@@ -414,20 +417,26 @@ def test_the_grace_is_kept_by_the_stores_clock(author: Author) -> None:
 
 
 def test_what_is_committed_during_the_grace_is_kept(author: Author) -> None:
-    """An attempt that was old, and whose version is committed while the pruner waits."""
+    """An attempt that was old enough to be swept, and is committed while the pruner waits."""
     extend(author, 5, snapshots=(3,))
     target = author.tensors[-1].changed("w", (0, 999))
-    skew = timedelta(days=2)
+    shard = put_shard(author.store, 6, "w", 0, author.rows(target))
+    time.sleep(0.02)
+    assert shard.key in {d.key for d in quick(author, 1, dry_run=True, orphan_age_s=0).plan.deletions}
+    skew = timedelta(0)
 
     def sleep(seconds: float) -> None:
         nonlocal skew
         skew += timedelta(seconds=seconds)
         if author.head == 5:
-            author.publish(target)
+            author.commit(target, shards=[shard])
 
-    quick(author, 1, grace_s=60, sleep=sleep, clock=lambda: author.store.clock() + skew, orphan_age_s=0)
-    quick(author, 1, sleep=sleep, clock=lambda: author.store.clock() + skew)
-    assert author.head == 5 or rebuild(author.reader, 6, POOL)
+    result = quick(
+        author, 1, grace_s=60, sleep=sleep, clock=lambda: author.store.clock() + skew, orphan_age_s=0
+    )
+    assert author.head == 6
+    assert result.deleted > 0
+    assert shard.key in keys(author)
     check_sound(author)
 
 

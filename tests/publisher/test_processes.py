@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,30 +33,76 @@ def local_url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store"
 
 
-@pytest.fixture
-def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a trainer; ends it if the test does not."""
-    started: list[subprocess.Popen[str]] = []
+class Trainer:
+    """A trainer process, a child of the nursery."""
 
-    def start(url: str, *command: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.publisher.trainer", url, *map(str, command)],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        started.append(process)
-        return process
+    def __init__(self, nursery: Nursery, folder: Path, url: str, command: tuple[object, ...]) -> None:
+        self._nursery = nursery
+        self._out, self._err = folder / f"{uuid.uuid4().hex}.out", folder / f"{uuid.uuid4().hex}.err"
+        environment = {k: v for k, v in os.environ.items() if k.startswith(("AWS_", "RACE_"))}
+        run = [url, *map(str, command)]
+        self.pid = nursery.ask(run=run, environment=environment, out=str(self._out), err=str(self._err))
+        self.ended = False
+
+    def said(self) -> list[str]:
+        """Lines of stdout so far."""
+        return self._out.read_text().splitlines() if self._out.exists() else []
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        """Wait for something."""
+        end = time.monotonic() + 60
+        while not ready():
+            assert time.monotonic() < end, self._err.read_text()
+            time.sleep(0.02)
+
+    def outcome(self) -> tuple[int, list[str], str]:
+        """Exit code (negative: the signal that ended it), lines of stdout, stderr."""
+        code = self._nursery.ask(wait=self.pid)
+        self.ended = True
+        return code, self.said(), self._err.read_text()
+
+
+class Nursery:
+    """The process that all trainers are forks of."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.publisher.trainer"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, **request: object) -> int:
+        """One request, one number."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """One for all tests of this module."""
+    found = Nursery()
+    yield found
+    assert found.process.stdin is not None
+    found.process.stdin.close()
+    found.process.wait(30)
+
+
+@pytest.fixture
+def spawn(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """Starts a trainer; ends it if the test does not."""
+    started: list[Trainer] = []
+
+    def start(url: str, *command: object) -> Trainer:
+        started.append(Trainer(nursery, tmp_path, url, command))
+        return started[-1]
 
     yield start
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-def outcome(process: subprocess.Popen[str], timeout: float = 100) -> tuple[int, list[str], str]:
-    """Exit code, lines of stdout, stderr."""
-    out, err = process.communicate(timeout=timeout)
-    return process.returncode, out.splitlines(), err
+    for trainer in started:
+        if not trainer.ended:
+            os.kill(trainer.pid, signal.SIGKILL)
+            trainer.outcome()
 
 
 def committed(lines: list[str]) -> dict[int, int]:
@@ -74,8 +122,8 @@ def assert_steps(store: Store) -> dict[int, int | None]:
 
 
 @pytest.mark.parametrize("point", ["P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8"])
-def test_b092_b093_killed_at(url: str, point: str, spawn: Callable[..., subprocess.Popen[str]]) -> None:
-    code, lines, err = outcome(spawn(url, "kill", point))
+def test_b092_b093_killed_at(url: str, point: str, spawn: Callable[..., Trainer]) -> None:
+    code, lines, err = spawn(url, "kill", point).outcome()
     assert code == -signal.SIGKILL, err
     store = open_store(url)
     told = committed(lines)
@@ -83,7 +131,7 @@ def test_b092_b093_killed_at(url: str, point: str, spawn: Callable[..., subproce
     assert told.items() <= steps.items()
     assert len(steps) == (4 if point in ("P5", "P6", "P7", "P8") else 3)
     assert told.keys() == ({0, 1, 2, 3} if point == "P8" else {0, 1, 2})
-    code, lines, err = outcome(spawn(url, "restart", 4))
+    code, lines, err = spawn(url, "restart", 4).outcome()
     assert code == 0, err
     steps = assert_steps(store)
     assert told.items() <= steps.items()
@@ -93,50 +141,43 @@ def test_b092_b093_killed_at(url: str, point: str, spawn: Callable[..., subproce
 
 
 def test_b085_a_commit_that_nobody_was_told_of_is_taken_up(
-    local_url: str, spawn: Callable[..., subprocess.Popen[str]]
+    local_url: str, spawn: Callable[..., Trainer]
 ) -> None:
-    outcome(spawn(local_url, "kill", "P5"))
-    code, lines, err = outcome(spawn(local_url, "one-shot", 5))
+    spawn(local_url, "kill", "P5").outcome()
+    code, lines, err = spawn(local_url, "one-shot", 5).outcome()
     assert code == 0, err
     assert committed(lines) == {4: 5}  # on top of version 3, which nobody was told of; nothing twice
     assert assert_steps(open_store(local_url)) == {0: 0, 1: 1, 2: 2, 3: 3, 4: 5}
 
 
 def test_b087_a_stopped_publisher_cannot_go_on_over_its_successor(
-    url: str, spawn: Callable[..., subprocess.Popen[str]]
+    url: str, spawn: Callable[..., Trainer]
 ) -> None:
     zombie = spawn(url, "stop", 7)
-    assert zombie.stdout is not None
-    for line in zombie.stdout:
-        if line.startswith("stopping"):
-            break
-    end = time.monotonic() + 60
-    while Path(f"/proc/{zombie.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    code, lines, err = outcome(spawn(url, "restart", 2))
+    zombie.until(lambda: Path(f"/proc/{zombie.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    code, lines, err = spawn(url, "restart", 2).outcome()
     assert code == 0, err
     assert committed(lines) == {2: 2}
     store = open_store(url)
     before = [m.token for m in chain_of(store)]
-    zombie.send_signal(signal.SIGCONT)
-    code, lines, err = outcome(zombie)
-    assert (code, lines[0].split()[0]) == (11, "conflict"), err
-    assert "version 1 was committed by 'publisher' run" in lines[0]
+    os.kill(zombie.pid, signal.SIGCONT)
+    code, lines, err = zombie.outcome()
+    assert (code, lines[-1].split()[0]) == (11, "conflict"), err
+    assert "version 1 was committed by 'publisher' run" in lines[-1]
     assert [m.token for m in chain_of(store)] == before
     assert assert_steps(store) == {0: 0, 1: None, 2: 2}
 
 
 def test_b082_one_hundred_versions_are_won_by_one_of_two(
-    local_url: str, spawn: Callable[..., subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local_url: str, spawn: Callable[..., Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = 100
     monkeypatch.setenv("RACE_FOLDER", str(tmp_path))
-    outcome(spawn(local_url, "one-shot", 0))
+    spawn(local_url, "one-shot", 0).outcome()
     racers = [spawn(local_url, "race", name, rounds) for name in "ab"]
     lines = []
     for racer in racers:
-        code, found, err = outcome(racer)
+        code, found, err = racer.outcome()
         assert code == 0, err
         lines.append([line.split() for line in found])
     won = {int(line[3]): line[4] for found in lines for line in found if line[0] == "won"}
@@ -149,31 +190,31 @@ def test_b082_one_hundred_versions_are_won_by_one_of_two(
 
 @pytest.mark.parametrize("host", ["file", "127.0.0.1", "localhost"])
 def test_b100b_a_trainer_that_returns_from_main_has_its_versions_committed(
-    host: str, request: pytest.FixtureRequest, local_url: str, spawn: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+    host: str, request: pytest.FixtureRequest, local_url: str, spawn: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = local_url
     if host != "file":
         url = request.getfixturevalue("s3_url")
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", os.environ["AWS_ENDPOINT_URL_S3"].replace("127.0.0.1", host))
-    code, _, err = outcome(spawn(url, "leave", 1.5))
+    code, _, err = spawn(url, "leave", 1.5).outcome()
     assert (code, err) == (0, "")
     store = open_store(url)
     assert assert_steps(store) == {0: 0, 1: 1, 2: 2}
 
 
 def test_b100a_a_failure_in_the_background_ends_the_process_with_an_error(
-    local_url: str, spawn: Callable[..., subprocess.Popen[str]]
+    local_url: str, spawn: Callable[..., Trainer]
 ) -> None:
-    code, _, err = outcome(spawn(local_url, "fail"))
+    code, _, err = spawn(local_url, "fail").outcome()
     assert code == 1
     assert "StorageError: cannot write data/000000000001/" in err.splitlines()[-1]
     assert assert_steps(open_store(local_url)) == {0: 0}
 
 
 def test_b221_a_fork_has_to_open_a_publisher_of_its_own(
-    url: str, spawn: Callable[..., subprocess.Popen[str]]
+    url: str, spawn: Callable[..., Trainer]
 ) -> None:
-    code, lines, err = outcome(spawn(url, "fork"), timeout=60)
+    code, lines, err = spawn(url, "fork").outcome()
     assert code == 0, err
     # The child's own publisher takes the stream over (fence 2, state 2 as 3), so the parent's next commit conflicts.
     assert lines == ["committed 0 0", "committed 1 1", "usage", "committed 3 2", "child 0", "conflict"]

@@ -47,13 +47,13 @@ def test_unknown_keys_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("WEIGHTCAST_SUBSCRIBER_POL_S", "1")
     with pytest.raises(UsageError, match="WEIGHTCAST_SUBSCRIBER_POL_S"):
         load(SubscriberSettings, {})
-    with pytest.raises(NotFound, match="none.toml"):
+    with pytest.raises(NotFound, match=r"none\.toml"):
         load(PublisherSettings, {}, tmp_path / "none.toml")
 
 
 def test_values_out_of_bounds_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="publisher setting level: .* found 0"):
+    with pytest.raises(UsageError, match=r"publisher setting level: .* found 0"):
         load(PublisherSettings, {"level": 0})
     monkeypatch.setenv("WEIGHTCAST_PUBLISHER_THREADS", "many")
-    with pytest.raises(UsageError, match="publisher setting threads: .*'many'"):
+    with pytest.raises(UsageError, match=r"publisher setting threads: .*'many'"):
         load(PublisherSettings, {})
