@@ -30,8 +30,10 @@ class DemoConfig(BaseModel):
         width, layers, heads, mlp_width: of the policy.
         learning_rate: AdamW's; the learner lowers it in the second half of the run.
         prompts, group_size: of the batch that each subscriber makes of each version.
-        max_staleness: versions that a batch may be behind when it is trained on. With full overlap it is 1: a
-            batch is made from the newest version while the trainer makes the next. 2 leaves room for delays.
+        max_staleness: versions that a batch may be behind when it is trained on. It is mostly 1, see
+            `lead`; 2 leaves room for delays.
+        lead: batches that a subscriber may make beyond one for each step. With 1 it generates from the newest
+            version while the trainer makes the next; with 0 both would wait for each other.
         poll_s: seconds between a subscriber's polls.
         kill_at: the fraction of the steps after which one subscriber is killed.
         down: versions that pass before it is started again.
@@ -51,6 +53,7 @@ class DemoConfig(BaseModel):
     prompts: Positive = 32
     group_size: Positive = 8
     max_staleness: int = 2
+    lead: int = 1
     poll_s: float = 0.1
     kill_at: float = 0.3
     down: Positive = 3

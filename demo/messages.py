@@ -29,7 +29,8 @@ class Job(Message):
         name: the subscriber's.
         incarnation: how often it was started before; a new one samples anew.
         root: of the stream, which exists.
-        first_version: of this run; those before it may be another run's, and are passed without being used.
+        first_version: to generate with. Those before it are passed on the way: they may be another run's, and
+            are too old in any case.
         store: fields of `StoreSettings`.
         spool: folder for its batches.
         config: of the run.

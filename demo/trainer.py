@@ -59,15 +59,15 @@ class Trainer:
         self._root, self._store = root, dict(store)
         self._learner = Learner(config.policy, config.learner, seed=config.seed)
         self._active = set(WORKERS)  # whose batches a step waits for
-        self._first = self._killed_at = self._restarted_at = 0  # versions
+        self._killed_at = self._restarted_at = 0  # versions
         self._used_before = 0  # batches
 
     def run(self) -> VersionManifest:
         """Train all steps, publish each, and return the manifest of the last, committed."""
         current = self._publish(None)
-        self._first = current.pending.wait().version  # the subscribers need a stream to open
+        first = current.pending.wait().version  # the subscribers need a stream to open
         for name in WORKERS:
-            self._assign(name, incarnation=0)
+            self._assign(name, first, incarnation=0)
         for _ in range(self._config.steps):
             self._follow_script()
             stats = self._learner.step(self._gather())
@@ -106,13 +106,13 @@ class Trainer:
         state = self._learner.bf16_state()
         return _Published(self._publisher.publish(state, step=self._learner.version), stats)
 
-    def _assign(self, name: str, *, incarnation: int) -> None:
+    def _assign(self, name: str, first_version: int, *, incarnation: int) -> None:
         self._crew.running[name].send(
             Job(
                 name=name,
                 incarnation=incarnation,
                 root=self._root,
-                first_version=self._first,
+                first_version=first_version,
                 store=self._store,
                 spool=str(self._intake.folder(name)),
                 config=self._config,
@@ -131,7 +131,7 @@ class Trainer:
             self._restarted_at = self._publisher.version or 0
             self._used_before = self._intake.used[VICTIM]
             self._crew.start(VICTIM)
-            self._assign(VICTIM, incarnation=1)
+            self._assign(VICTIM, self._restarted_at, incarnation=1)
             self._board.note(f"subscriber {VICTIM} started again, with no weights")
         if step >= config.restart_step and VICTIM not in self._active:
             self._look_for_return(wait=step >= config.rejoin_step)

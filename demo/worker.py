@@ -68,7 +68,8 @@ class Worker:
         settings = SubscriberSettings(poll_s=job.config.poll_s)
         store = open_store(job.root, settings=StoreSettings(**job.store))
         self._subscriber = Subscriber(job.root, self._target, settings, store=store)
-        self._generated = -1
+        self._first_step: int | None = None
+        self._generated = 0  # batches
 
     def follow(self) -> None:
         """Keep the weights at the head, and say so at each version. For a thread; does not return."""
@@ -86,7 +87,8 @@ class Worker:
     def generate(self) -> bool:
         """Generate a batch and hand it over, if there is reason to: False if not.
 
-        There is none while the last batch is untaken (too far ahead), or was made with the same weights.
+        There is none while the last batch is untaken, or when it is as far ahead as it may be: one batch for
+        each step of the trainer since its first, and `lead` beyond them.
         """
         from .rollout import rollout
 
@@ -94,7 +96,11 @@ class Worker:
             return False
         with self._target.exclusive():
             step = self._step()
-            if step is None or step <= self._generated:
+            if step is None:
+                return False
+            if self._first_step is None:
+                self._first_step = step
+            if self._generated > step - self._first_step + self.job.config.lead:
                 return False
             batch = rollout(
                 self.policy,
@@ -105,7 +111,7 @@ class Worker:
                 group_size=self.job.config.group_size,
             )
         self._spool.put(batch, worker=self.job.name, sequence=step)
-        self._generated = step
+        self._generated += 1
         return True
 
     def _step(self) -> int | None:

@@ -76,19 +76,25 @@ def put_layout(store: Store, layout: Layout) -> LayoutRef:
     return LayoutRef(sha256=layout.sha256, size=len(layout.encoded), tensors=len(layout))
 
 
-def put_files(store: Store, files: Mapping[str, bytes]) -> ObjectRef | None:
-    """Store companion files and their list under their hashes; None if there are none."""
+def put_files(store: Store, files: Mapping[str, bytes], before: ObjectRef | None) -> ObjectRef | None:
+    """Store companion files and their list under their hashes; None if there are none.
+
+    Nothing is sent if the list is `before`, the list of the version before.
+    """
     if not files:
         return None
-    refs = []
-    for name, data in sorted(files.items()):
-        sha256 = hashlib.sha256(data).hexdigest()
-        refs.append(FileRef(name=name, size=len(data), sha256=sha256))
-        store.put(file_key(sha256), data)
+    refs = [
+        FileRef(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+        for name, data in sorted(files.items())
+    ]
     encoded = FileList(files=refs).encode()
     sha256 = hashlib.sha256(encoded).hexdigest()
-    store.put(file_key(sha256), encoded)
-    return ObjectRef(key=file_key(sha256), size=len(encoded), sha256=sha256)
+    ref = ObjectRef(key=file_key(sha256), size=len(encoded), sha256=sha256)
+    if ref != before:
+        for file in refs:
+            store.put(file_key(file.sha256), files[file.name])
+        store.put(ref.key, encoded)
+    return ref
 
 
 def put_shard(store: Store, version: int, writer: str, part: int, rows: Sequence[Row]) -> ShardRef:

@@ -192,7 +192,7 @@ class Uploader:
         snapshot: ObjectRef | None = None,
     ) -> VersionManifest:
         files = (
-            put_files(self._store, label.files)
+            put_files(self._store, label.files, parent.manifest.files if parent else None)
             if label.files is not None
             else (parent.manifest.files if parent else None)
         )

@@ -108,6 +108,10 @@ def check_return(document: dict[str, Any]) -> None:
     assert killed["killed_at"] <= killed["restarted_at"] < document["version"]
     assert killed["batches"] > 0
     assert survivor["batches"] == TINY.steps > victim["batches"]
+    ages = [row["staleness"] for row in document["versions"][1:]]
+    assert ages[0] == 0.0  # nothing is older than the first version
+    assert max(ages) <= TINY.max_staleness
+    assert sum(ages) / len(ages) >= 0.5  # else the trainer and its subscribers wait for each other
 
 
 def test_a_run_proves_both_subscribers_and_the_store_rebuilds(

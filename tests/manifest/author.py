@@ -171,7 +171,7 @@ class Author:
     ) -> Position:
         """The next version, of a manifest with these `fields`."""
         last = self.positions[-1].manifest.files if self.positions else None
-        fields["files"] = last if files is None else put_files(self.store, files)
+        fields["files"] = last if files is None else put_files(self.store, files, last)
         position = commit(self.store, self.manifest(tensors, **fields))
         self.positions.append(position)
         self.tensors.append(tensors)

@@ -74,12 +74,22 @@ def test_layouts_lie_under_their_hash(author: Author) -> None:
 
 def test_files_lie_under_their_hash_and_equal_ones_once(author: Author) -> None:
     before = {e.key for e in author.store.list("files/")}
-    ref = put_files(author.store, {"b.json": b"same", "a.json": b"same"})
+    ref = put_files(author.store, {"b.json": b"same", "a.json": b"same"}, None)
     assert ref is not None
     assert [f.name for f in author.reader.files(ref).files] == ["a.json", "b.json"]
     assert len({e.key for e in author.store.list("files/")} - before) == 2
     with pytest.raises(Untrusted, match="not a plain name"):
-        put_files(author.store, {"../a": b""})
+        put_files(author.store, {"../a": b""}, None)
+
+
+def test_files_that_did_not_change_are_not_sent_again(author: Author) -> None:
+    before = put_files(author.store, {"a.json": b"1"}, None)
+    counting = CountingStore(author.store)
+    assert put_files(counting, {"a.json": b"1"}, before) == before
+    assert counting.calls == []
+    after = put_files(counting, {"a.json": b"2"}, before)
+    assert after != before
+    assert len(counting.calls) == 2
 
 
 def test_each_attempt_at_a_shard_has_a_key_of_its_own(author: Author) -> None:

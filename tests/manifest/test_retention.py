@@ -86,7 +86,7 @@ def quick(author: Author, keep: int, **kwargs: Any) -> PruneResult:
 
 
 def check_sound(author: Author, *, deep: bool = False, broken: tuple[str, ...] = ()) -> None:
-    """Every version from the floor on rebuilds, every manifest is there, and `verify` finds nothing but what is `broken`."""
+    """Every version from the floor on rebuilds, every manifest is there; `verify` finds what is `broken`, no more."""
     floor = author.reader.floor()
     for version in range(floor, author.head + 1):
         check_state(rebuild(author.reader, version, POOL), author.tensors[version])

@@ -179,7 +179,7 @@ def test_files(author: Author) -> None:
     listed = author.reader.files(author.positions[0].manifest.files)
     assert [(f.name, f.size) for f in listed.files] == [("config.json", 2), ("tokenizer.model", 1)]
     assert author.reader.files(None).files == []
-    assert put_files(author.store, {}) is None
+    assert put_files(author.store, {}, None) is None
     with pytest.raises(Untrusted, match="not content-addressed"):
         author.reader.files(ObjectRef(key="data/x", size=1, sha256="0" * 64))
 

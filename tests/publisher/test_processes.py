@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from weightcast.manifest.store import Store, open_store
+from weightcast.publisher import Publisher
 
 from ..versions import assert_version, chain_of, copy_of, objects_in
 from .trainer import state
@@ -173,7 +175,8 @@ def test_b082_one_hundred_versions_are_won_by_one_of_two(
 ) -> None:
     rounds = 100
     monkeypatch.setenv("RACE_FOLDER", str(tmp_path))
-    spawn(local_url, "one-shot", 0).outcome()
+    with Publisher(local_url) as publisher:
+        publisher.publish({"w": torch.zeros(50)})
     racers = [spawn(local_url, "race", name, rounds) for name in "ab"]
     lines = []
     for racer in racers:

@@ -111,7 +111,7 @@ def test_b104_nothing_is_written_before_all_is_verified(
     sharded.publish(model_of(0))
     subscriber.once()
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    sharded.publish(model_of(1))
+    sharded.publish(stir(model_of(0), 1, 0.5))
     keys = shard_keys(store, 1)
     assert len(keys) >= 4
     overwrite(store, keys[3], flip(-9))
@@ -130,7 +130,8 @@ def test_b128_one_flipped_bit_is_refused_after_one_more_try(
     subscriber = subscriber_at(local_store, Tensors(live), tries=1)
     trainer.publish(model_of(0))
     subscriber.once()
-    trainer.publish(model_of(1))
+    model = stir(model_of(0), 1, 0.5)
+    trainer.publish(model)
     (key,) = shard_keys(local_store, 1)
     whole = overwrite(local_store, key, flip(at))
     with pytest.raises(Corrupt, match=key):
@@ -138,7 +139,7 @@ def test_b128_one_flipped_bit_is_refused_after_one_more_try(
     assert bits(live) == bits(model_of(0))
     local_store.inner.put(key, whole)
     assert subscriber.once().version == 1
-    assert bits(live) == bits(model_of(1))
+    assert bits(live) == bits(model)
 
 
 def test_b126_a_missing_shard_is_waited_for(store: FaultStore, sharded: Trainer, following: Any) -> None:
@@ -148,7 +149,8 @@ def test_b126_a_missing_shard_is_waited_for(store: FaultStore, sharded: Trainer,
     here.subscriber.wait_for(0, 10)
     hold = Hold()
     store.on("get", version_key(1), hold)
-    sharded.publish(model_of(1))
+    model = stir(model_of(0), 1, 0.5)
+    sharded.publish(model)
     key = shard_keys(store, 1)[1]
     data = store.inner.get(key, max_bytes=1 << 30)
     store.inner.delete(key)
@@ -158,7 +160,7 @@ def test_b126_a_missing_shard_is_waited_for(store: FaultStore, sharded: Trainer,
     assert bits(live) == bits(model_of(0))
     store.inner.put(key, data)
     assert here.subscriber.wait_for(1, 20) == 1
-    assert bits(live) == bits(model_of(1))
+    assert bits(live) == bits(model)
 
 
 @pytest.mark.parametrize("damage", ["hash", "frame", "outcome"])
@@ -224,13 +226,14 @@ def test_a_damaged_snapshot_is_passed_over_for_an_older_one(
         sharded.publish(model_of(version))
         if version in (1, 3):
             sharded.publisher.snapshot()
-    for version in (1, 3):
-        overwrite(store, f"snapshots/{version:012d}/model-00001-of-00001.safetensors", flip(-1))
+    weights = sorted(e.key for e in store.list("snapshots/") if e.key.endswith(".safetensors"))
+    for key in weights[1:]:
+        overwrite(store, key, flip(-1))
+    assert weights[-1].startswith("snapshots/000000000003/")
     subscriber = subscriber_at(store, CheckpointFolder(tmp_path))
     assert subscriber.once().version == 3
     assert loaded(tmp_path) == bits(model_of(3))
-    (first,) = [e.key for e in store.list("snapshots/") if "000000000000-" in e.key and e.key.endswith(".safetensors")]
-    overwrite(store, first, flip(-1))
+    overwrite(store, weights[0], flip(-1))
     with pytest.raises(Corrupt, match="snapshots/000000000003"):
         subscriber_at(store, CheckpointFolder(tmp_path / "late")).once()
 
@@ -517,9 +520,13 @@ def test_an_edited_manifest_ends_the_following(store: FaultStore, sharded: Train
     monkeypatch.setattr("weightcast.subscriber.subscriber._SETTLE_S", 0.3)
     live = blank(model_of(0))
     sharded.publish(model_of(0))
-    sharded.publish(model_of(1))
-    overwrite(store, version_key(1), lambda data: data.replace(b'"digest_before":"', b'"digest_before":"0')[:-1])
     here = following(store, Tensors(live))
+    here.subscriber.wait_for(0, 10)
+    hold = Hold()
+    store.on("get", version_key(1), hold)
+    sharded.publish(model_of(1))
+    overwrite(store, version_key(1), lambda data: data.replace(b'"digest_before":"', b'"digest_before":"0'))
+    hold.release()
     with pytest.raises(Untrusted, match=version_key(1)):
         here.subscriber.wait_for(1, 30)
     assert here.ended(10)
