@@ -12,7 +12,7 @@ from .output import write_fields, write_json, write_table
 from .text import share
 
 if TYPE_CHECKING:
-    from weightcast.manifest.inspect_changes import Diff, TensorDiff
+    from weightcast.manifest.inspect.changes import Diff, TensorDiff
 
 
 @click.command("diff")
@@ -27,7 +27,7 @@ def command(root: str, a: int, b: int, as_json: bool, store: StoreOptions) -> No
     Both are rebuilt from the store, which takes the memory of two models. Only tensors that differ are
     listed.
     """
-    from weightcast.manifest.inspect_changes import diff
+    from weightcast.manifest.inspect.changes import diff
 
     found = diff(store.reader(root), a, b)
     if as_json:

@@ -11,7 +11,7 @@ from .output import write_fields, write_json
 from .text import size
 
 if TYPE_CHECKING:
-    from weightcast.manifest.store_types import ProbeResult
+    from weightcast.manifest.store.types import ProbeResult
 
 
 @click.command("doctor")

@@ -31,7 +31,7 @@ class StoreOptions:
 
     def settings(self, **others: Any) -> Any:
         """As `StoreSettings`, with `others` beside what the command line said."""
-        from weightcast.manifest.store_types import StoreSettings
+        from weightcast.manifest.store.types import StoreSettings
 
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         return StoreSettings(**given, **others)

@@ -26,7 +26,7 @@ def command(
     DIR appears whole or not at all. Takes the memory of one model.
     """
     from weightcast.manifest.export import check_free, export, fetch_files
-    from weightcast.manifest.inspect_pool import workers
+    from weightcast.manifest.inspect.pool import workers
     from weightcast.manifest.rebuild import rebuild
     from weightcast.schemas.errors import NotFound
 

@@ -13,7 +13,7 @@ from .output import write, write_fields, write_json, write_table
 from .text import share, size
 
 if TYPE_CHECKING:
-    from weightcast.manifest.inspect_values import VersionDetails
+    from weightcast.manifest.inspect.values import VersionDetails
 
 
 @click.command("show")

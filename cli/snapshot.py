@@ -26,7 +26,7 @@ def command(root: str, as_json: bool, store: StoreOptions) -> None:
     Rebuilds that version from the store: takes the memory of one model. The publisher may be at work
     meanwhile.
     """
-    from weightcast.manifest.inspect_pool import workers
+    from weightcast.manifest.inspect.pool import workers
     from weightcast.manifest.rebuild import rebuild
     from weightcast.schemas.errors import NotFound
 

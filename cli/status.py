@@ -13,7 +13,7 @@ from .output import write, write_fields, write_json, write_table
 from .text import age, size
 
 if TYPE_CHECKING:
-    from weightcast.manifest.inspect_values import Status
+    from weightcast.manifest.inspect.values import Status
 
 
 @click.command("status")

@@ -15,7 +15,7 @@ from .output import write, write_fields, write_json, write_table
 from .text import size
 
 if TYPE_CHECKING:
-    from weightcast.manifest.inspect_findings import VerifyReport
+    from weightcast.manifest.inspect.findings import VerifyReport
 
 _EXIT_CODES: Final = {"untrusted": 12, "unsupported": 12, "corrupt": 13, "gap": 14, "storage": 15}
 """By the kind of a problem, gravest first: the first one that occurs decides."""
@@ -36,7 +36,7 @@ def command(
     Checks the hash chain of all versions, and size, SHA-256 and structure of all that they name. Data below
     the floor was pruned and is not missed.
     """
-    from weightcast.manifest.inspect_verify import verify
+    from weightcast.manifest.inspect.verify import verify
 
     report = verify(store.reader(root), version, deep, progress=_progress())
     if sys.stderr.isatty():

@@ -257,7 +257,7 @@ def test_b231_a_follower_stops_within_5_s(number: int, code: int, copy: Path, tm
 
 _SLOW = """
 import sys, time
-from weightcast.manifest.store_local import LocalBackend
+from weightcast.manifest.store.local import LocalBackend
 from weightcast.cli.main import main
 import weightcast.manifest.commit as commit
 def put_shard(*_):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightcast.manifest.inspect_changes import Diff, diff
+from weightcast.manifest.inspect.changes import Diff, diff
 from weightcast.manifest.stream import StreamReader
 from weightcast.publisher import Publisher
 from weightcast.schemas.errors import NotFound

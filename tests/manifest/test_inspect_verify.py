@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.manifest.inspect_verify import Problem, VerifyReport, verify
+from weightcast.manifest.inspect.verify import Problem, VerifyReport, verify
 from weightcast.manifest.retention import prune
 from weightcast.manifest.store import Store
 from weightcast.manifest.stream import StreamReader

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.manifest.commit import new_token, now, put_shard
-from weightcast.manifest.inspect_verify import verify
+from weightcast.manifest.inspect.verify import verify
 from weightcast.manifest.rebuild import rebuild
 from weightcast.manifest.retention import (
     Candidate,

@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from weightcast.manifest.store import Pacing, Store, StoreSettings, open_store
-from weightcast.manifest.store_generic import GenericBackend
+from weightcast.manifest.store.generic import GenericBackend
 from weightcast.schemas.errors import Corrupt, NotFound, StorageError
 
 from ..fakegcs import FakeGcs, fake_gcs

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weightcast.manifest.store import open_store
-from weightcast.manifest.store_url import parse_location
+from weightcast.manifest.store.url import parse_location
 from weightcast.schemas.errors import UsageError
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from weightcast.manifest import store_local
+from weightcast.manifest.store import local
 from weightcast.manifest.store import Store, StoreSettings, open_store
 from weightcast.publisher import Publisher, PublisherSettings
 from weightcast.schemas.errors import StorageError, WeightcastError

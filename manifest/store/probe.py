@@ -8,10 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
-from .store_types import Pacing, ProbeResult
+from .types import Pacing, ProbeResult
 
 if TYPE_CHECKING:
-    from .store import Store
+    from . import Store
 
 SMALL_ROUNDS: Final = 5
 RACE_ROUNDS: Final = 3

@@ -27,10 +27,10 @@ from botocore.exceptions import (
 from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
 
-from .store_backend import Page
-from .store_errors import Failure, Kind, classify, http_answer
-from .store_types import PIECE_BYTES, Entry, StoreSettings
-from .store_url import Location
+from .backend import Page
+from .errors import Failure, Kind, classify, http_answer
+from .types import PIECE_BYTES, Entry, StoreSettings
+from .url import Location
 
 SINGLE_PUT_BYTES: Final = 5 << 30
 """Largest body of one PUT."""

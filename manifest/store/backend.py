@@ -6,8 +6,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol
 
-from .store_errors import Failure
-from .store_types import Entry
+from .errors import Failure
+from .types import Entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from typing import Final, TypeVar
 
 from weightcast.schemas.errors import NotFound, StorageError
 
-from .store_backend import Backend
-from .store_errors import Failure, Kind, Redactor, to_error
-from .store_types import Pacing, StoreSettings
+from .backend import Backend
+from .errors import Failure, Kind, Redactor, to_error
+from .types import Pacing, StoreSettings
 
 T = TypeVar("T")
 

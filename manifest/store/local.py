@@ -14,9 +14,9 @@ from typing import Final
 
 from weightcast.schemas.errors import StorageError
 
-from .store_backend import Page
-from .store_errors import Failure, classify
-from .store_types import PIECE_BYTES, Entry
+from .backend import Page
+from .errors import Failure, classify
+from .types import PIECE_BYTES, Entry
 
 _NO_LINKS: Final = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}

@@ -14,10 +14,10 @@ from weightcast.schemas.errors import Corrupt, Gap, NotFound, Untrusted
 from weightcast.schemas.manifest import VersionManifest
 from weightcast.schemas.names import DATA_PREFIX, SNAPSHOTS_PREFIX, version_key
 
-from .chain import Position, TrustedChain
-from .inspect_pool import THREADS, ahead, workers
-from .inspect_values import Kind, LogEntry, ReaderStatus, Shard, Status, TensorChange, VersionDetails
-from .stream import StreamReader
+from weightcast.manifest.chain import Position, TrustedChain
+from .pool import THREADS, ahead, workers
+from .values import Kind, LogEntry, ReaderStatus, Shard, Status, TensorChange, VersionDetails
+from weightcast.manifest.stream import StreamReader
 
 MANIFESTS_AHEAD: Final = 64
 """Manifests read ahead: usually of a few KiB, of 8 MiB at most."""
@@ -106,7 +106,7 @@ def show(reader: StreamReader, version: int, tensors: bool = False) -> VersionDe
     manifest = position.manifest
     changes: tuple[TensorChange, ...] | None = None
     if tensors:
-        from .inspect_changes import tensor_changes
+        from .changes import tensor_changes
 
         changes = tensor_changes(reader, position)
     return VersionDetails(

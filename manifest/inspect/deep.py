@@ -9,12 +9,12 @@ from typing import Protocol
 from weightcast.schemas.errors import Gap, NotFound, WeightcastError
 from weightcast.schemas.names import version_key
 
-from .chain import Position
-from .deltas import DeltaFetcher
-from .inspect_findings import Findings
-from .inspect_pool import workers
-from .rebuild import FETCH_BYTES, State, advance, load_snapshot
-from .stream import StreamReader
+from weightcast.manifest.chain import Position
+from weightcast.manifest.deltas import DeltaFetcher
+from .findings import Findings
+from .pool import workers
+from weightcast.manifest.rebuild import FETCH_BYTES, State, advance, load_snapshot
+from weightcast.manifest.stream import StreamReader
 
 
 class Chain(Protocol):

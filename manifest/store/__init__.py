@@ -16,12 +16,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from weightcast.schemas.errors import UsageError
 
-from .store_backend import Backend
-from .store_fsspec import FsspecStore
-from .store_generic import GenericBackend, MemoryBackend
-from .store_local import LocalBackend
-from .store_types import Entry, Pacing, ProbeResult, StoreSettings
-from .store_url import Location, parse_location
+from .backend import Backend
+from .objects import FsspecStore
+from .generic import GenericBackend, MemoryBackend
+from .local import LocalBackend
+from .types import Entry, Pacing, ProbeResult, StoreSettings
+from .url import Location, parse_location
 
 __all__ = ["Entry", "FsspecStore", "Pacing", "ProbeResult", "Store", "StoreSettings", "open_store"]
 
@@ -163,7 +163,7 @@ def _made(location: Location, settings: StoreSettings, option: str) -> Callable[
     try:
         plugin = _plugin(location.scheme)
         if location.scheme == "s3":
-            from .store_s3 import S3Backend, s3_filesystem
+            from .s3 import S3Backend, s3_filesystem
 
             return lambda: S3Backend(s3_filesystem(location, settings), settings)
     except ImportError as error:
@@ -207,7 +207,7 @@ def _given(fs: AbstractFileSystem, location: Location, settings: StoreSettings) 
     if type(fs) is MemoryFileSystem:
         return lambda: MemoryBackend(fs)
     if "s3" in protocols:
-        from .store_s3 import S3Backend
+        from .s3 import S3Backend
 
         return lambda: S3Backend(current(), settings)
     return lambda: GenericBackend(current() if fs.async_impl else fs, location.scheme)

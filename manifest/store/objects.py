@@ -17,14 +17,14 @@ from pathlib import Path
 from weightcast.schemas.errors import Corrupt, NotFound, StorageError, Untrusted
 from weightcast.schemas.names import check_key
 
-from .store_backend import Backend, Upload
-from .store_create import Creator
-from .store_errors import HINT_DAMAGED, Redactor
-from .store_probe import probe_store
-from .store_read import FileSink, MemorySink, receive
-from .store_retry import Retrier
-from .store_types import Entry, Pacing, ProbeResult, StoreSettings
-from .store_url import Location
+from .backend import Backend, Upload
+from .create import Creator
+from .errors import HINT_DAMAGED, Redactor
+from .probe import probe_store
+from .read import FileSink, MemorySink, receive
+from .retry import Retrier
+from .types import Entry, Pacing, ProbeResult, StoreSettings
+from .url import Location
 
 _log = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from weightcast.schemas.names import (
     snapshot_manifest_key,
 )
 
-from .chain import Position
-from .inspect_findings import Findings
-from .inspect_pool import ahead, workers
-from .rebuild import State, copy_file, proved
-from .stream import Snapshot, StreamReader
-from .tensorfile import read_header
+from weightcast.manifest.chain import Position
+from .findings import Findings
+from .pool import ahead, workers
+from weightcast.manifest.rebuild import State, copy_file, proved
+from weightcast.manifest.stream import Snapshot, StreamReader
+from weightcast.manifest.tensorfile import read_header
 
 FILES_AHEAD: Final = 3
 """Files that lie on disk at once while they are hashed: a snapshot's have a GiB each by default."""

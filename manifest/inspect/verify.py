@@ -18,13 +18,13 @@ from weightcast.schemas.manifest import LayoutRef, ObjectRef, ShardRef
 from weightcast.schemas.names import file_key, layout_key, version_key
 from weightcast.schemas.shard import Row, decode_shard
 
-from .chain import Position
-from .inspect import MANIFESTS_AHEAD
-from .inspect_findings import Findings, Problem, Progress, VerifyReport
-from .inspect_pool import THREADS, ahead, workers
-from .inspect_snapshots import SnapshotCheck
-from .rebuild import FETCH_BYTES
-from .stream import StreamReader
+from weightcast.manifest.chain import Position
+from . import MANIFESTS_AHEAD
+from .findings import Findings, Problem, Progress, VerifyReport
+from .pool import THREADS, ahead, workers
+from .snapshots import SnapshotCheck
+from weightcast.manifest.rebuild import FETCH_BYTES
+from weightcast.manifest.stream import StreamReader
 
 __all__ = ["Problem", "Progress", "VerifyReport", "verify"]
 
@@ -69,7 +69,7 @@ def verify(
             check.named_snapshots, check.floor, last
         )
         if deep:
-            from .inspect_deep import rebuild_all
+            from .deep import rebuild_all
 
             rebuild_all(reader, check, good, last)
     return VerifyReport(

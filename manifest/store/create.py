@@ -10,10 +10,10 @@ from enum import Enum
 
 from weightcast.schemas.errors import StorageError
 
-from .store_backend import Backend
-from .store_errors import Failure, Kind, to_error
-from .store_retry import Retrier
-from .store_types import StoreSettings
+from .backend import Backend
+from .errors import Failure, Kind, to_error
+from .retry import Retrier
+from .types import StoreSettings
 
 
 class Seen(Enum):

@@ -12,9 +12,9 @@ from typing import Any, Final
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from .store_backend import Page
-from .store_errors import Failure, Kind, classify, http_answer
-from .store_types import Entry
+from .backend import Page
+from .errors import Failure, Kind, classify, http_answer
+from .types import Entry
 
 RANGE_BYTES: Final = 8 << 20
 """Bytes of one ranged read."""

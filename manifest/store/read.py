@@ -14,9 +14,9 @@ from typing import Protocol
 
 from weightcast.schemas.errors import Corrupt, StorageError
 
-from .store_errors import HINT_DAMAGED, Failure, Kind, to_error
-from .store_local import publish, temporary_beside
-from .store_retry import Retrier
+from .errors import HINT_DAMAGED, Failure, Kind, to_error
+from .local import publish, temporary_beside
+from .retry import Retrier
 
 
 class Sink(Protocol):
