@@ -27,7 +27,7 @@ def measure(count: int, rounds: int) -> dict[str, float]:
     torch.manual_seed(0)
     flat = (torch.randn(ELEMENTS) * 0.02).bfloat16()
     names = [f"model.layers.{i // 100}.block.{i % 100}.weight" for i in range(count)]
-    model = dict(zip(names, (t.clone() for t in flat.split(ELEMENTS // count)), strict=True))
+    model = dict(zip(names, (t.clone() for t in torch.chunk(flat, count)), strict=True))
     replica = {name: tensor.clone() for name, tensor in model.items()}
     best: dict[str, float] = {}
     manifest_bytes = wire_bytes = 0
@@ -70,7 +70,7 @@ def move(tensors: Sequence[torch.Tensor]) -> None:
     """Change `DENSITY` of all elements by one bf16 step, in place."""
     bits = torch.cat(tuple(tensors)).view(torch.int16)
     bits[torch.rand(len(bits)) < DENSITY] += 1
-    for tensor, part in zip(tensors, bits.split(len(bits) // len(tensors)), strict=True):
+    for tensor, part in zip(tensors, torch.chunk(bits, len(tensors)), strict=True):
         tensor.view(torch.int16).copy_(part)
 
 

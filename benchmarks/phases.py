@@ -27,13 +27,17 @@ MIB = 1 << 20
 
 def tensors(bits: torch.Tensor) -> dict[str, torch.Tensor]:
     """`bits` as layers of a model, each memory of its own."""
-    layers = bits.view(torch.bfloat16).split(LAYER_ELEMENTS)
-    return {f"model.layers.{i:03d}.weight": layer.clone() for i, layer in enumerate(layers)}
+    return {f"model.layers.{i:03d}.weight": layer.clone() for i, layer in enumerate(layers_of(bits))}
+
+
+def layers_of(bits: torch.Tensor) -> list[torch.Tensor]:
+    """Views of `bits`, a layer each, as bf16."""
+    return list(torch.chunk(bits.view(torch.bfloat16), bits.numel() // LAYER_ELEMENTS))
 
 
 def switch(model: Mapping[str, torch.Tensor], bits: torch.Tensor) -> None:
     """Write `bits` into the model's tensors, in place."""
-    for tensor, layer in zip(model.values(), bits.view(torch.bfloat16).split(LAYER_ELEMENTS), strict=True):
+    for tensor, layer in zip(model.values(), layers_of(bits), strict=True):
         tensor.copy_(layer)
 
 

@@ -46,7 +46,7 @@ Positions = npt.NDArray[np.uint32]
 
 
 @kernel
-def weight(seed: np.uint64, word: int) -> np.uint64:
+def weight(seed: np.uint64, word: int | np.uint64) -> np.uint64:
     """R_k(word) of a tensor with this seed."""
     z = seed + np.uint64(word) * np.uint64(GOLDEN)
     z ^= z >> np.uint64(30)

@@ -87,6 +87,20 @@ class Memory:
         self._owners.append(owner)
 
     @classmethod
+    def at(
+        cls, geometry: Geometry, addresses: Mapping[str, int], owner: object, *, writable: bool = False
+    ) -> Memory:
+        """Memory of tensors that lie at these byte addresses, in C order, kept valid by `owner`.
+
+        Others have no place yet, as in `blank`. For many tensors this is several times faster than to place each.
+        """
+        found = {
+            s.dtype: np.fromiter((addresses.get(n, 0) for n in s.names), np.uint64, len(s.names))
+            for s in geometry
+        }
+        return cls(geometry, found, [owner], writable=writable)
+
+    @classmethod
     def over(cls, geometry: Geometry, buffers: Mapping[str, Buffer]) -> Memory:
         """Memory over existing buffers, by tensor name. Names that the layout does not store are ignored.
 

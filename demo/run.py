@@ -23,6 +23,7 @@ from weightcast.cli.options import StoreOptions, store_options
 
 from .config import WORKERS, DemoConfig
 from .crew import COMMAND, Crew
+from .interrupts import Interrupts
 
 if TYPE_CHECKING:
     from weightcast.manifest.store import StoreSettings
@@ -122,7 +123,8 @@ def _run(
 ) -> Outcome:
     """Open everything, train, and close everything."""
     began = time.monotonic()
-    with Crew(WORKERS, options.worker, work) as crew:  # they import while this process does
+    # The crew imports while this process does.
+    with Interrupts() as interrupts, Crew(WORKERS, options.worker, work) as crew:
         import torch
 
         from weightcast.manifest.store import StoreSettings, open_store
@@ -137,7 +139,16 @@ def _run(
         intake = Intake(work / "spool", WORKERS, max_staleness=config.max_staleness)
         with board(sys.stderr) as shown, _publisher(root, settings) as publisher:
             shown.note(f"stream {open_store(root, settings=settings).url}")
-            trainer = Trainer(config, crew, publisher, intake, shown, root=root, store=asdict(settings))
+            trainer = Trainer(
+                config,
+                crew,
+                publisher,
+                intake,
+                shown,
+                root=root,
+                store=asdict(settings),
+                safe_point=interrupts.check,
+            )
             manifest = trainer.run()
             proof = trainer.proof(manifest.version)
             subscribers = trainer.outcomes(proof)

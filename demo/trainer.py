@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,6 +40,7 @@ class Trainer:
         config: of the run.
         root: of the stream, for the subscribers.
         store: fields of `StoreSettings`, likewise.
+        safe_point: called where the run may be broken off, by what it raises: at each step, and while waiting.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class Trainer:
         *,
         root: str,
         store: Mapping[str, Any],
+        safe_point: Callable[[], None] = lambda: None,
     ) -> None:
         self.rows: list[Row] = []
         self._config, self._crew, self._publisher = config, crew, publisher
         self._intake, self._board = intake, board
-        self._root, self._store = root, dict(store)
+        self._root, self._store, self._safe_point = root, dict(store), safe_point
         self._learner = Learner(config.policy, config.learner, seed=config.seed)
         self._active = set(WORKERS)  # whose batches a step waits for
         self._killed_at = self._restarted_at = 0  # versions
@@ -69,6 +71,7 @@ class Trainer:
         for name in WORKERS:
             self._assign(name, first, incarnation=0)
         for _ in range(self._config.steps):
+            self._safe_point()
             self._follow_script()
             stats = self._learner.step(self._gather())
             self._add_row(current)
@@ -175,6 +178,7 @@ class Trainer:
             self._pause(f"no fresh rollouts from subscriber {' and '.join(missing)}", deadline)
 
     def _pause(self, problem: str, deadline: float) -> None:
+        self._safe_point()
         self._crew.check()
         if time.monotonic() > deadline:
             raise WeightcastError(f"{problem} for {_PATIENCE_S:.0f} s")

@@ -22,6 +22,8 @@ def checkpoint_name(name: str) -> str:
     >>> checkpoint_name("module._orig_mod.layers.0._fsdp_wrapped_module.mlp.weight")
     'layers.0.mlp.weight'
     """
+    if "module" not in name and "_orig_mod" not in name:
+        return name
     parts = [p for p in name.split(".") if p not in _ANYWHERE]
     while len(parts) > 1 and parts[0] == _IN_FRONT:
         parts = parts[1:]

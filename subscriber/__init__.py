@@ -1,5 +1,7 @@
 """From a committed version to changed weights."""
 
+from typing import TYPE_CHECKING
+
 from weightcast.manifest.store import StoreSettings, open_store
 from weightcast.schemas.settings import SubscriberSettings
 
@@ -8,6 +10,9 @@ from .folder_locks import reading
 from .progress import Status
 from .subscriber import Subscriber
 from .target import Mark, Target
+
+if TYPE_CHECKING:
+    from .tensors import Tensors
 
 __all__ = [
     "CheckpointFolder",

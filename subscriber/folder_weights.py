@@ -74,7 +74,7 @@ class WeightFiles:
             UsageError: one is a link, so that changing it would change what somebody else has.
         """
         files = self._files
-        if files is None or self._seen != self._look([self._locate(f.path.name) for f in files]):
+        if files is None or not self._are_still(files):
             self.forget()
             if files is not None and mark == self._mark:
                 raise Corrupt(f"the weight files in {self._folder} were replaced by somebody else")
@@ -99,6 +99,12 @@ class WeightFiles:
                     f"{path} is a link, and would be changed for whoever else uses the file",
                     hint="use a copy of the folder",
                 )
+
+    def _are_still(self, files: Sequence[Mapped]) -> bool:
+        try:
+            return self._seen == self._look([self._locate(f.path.name) for f in files])
+        except Corrupt:
+            return False  # gone, perhaps because others took their place
 
     def _look(self, weights: Sequence[Path]) -> list[tuple[int, ...]]:
         """Which files these are, and which index leads to them. A patch in place changes neither."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 
 from weightcast.manifest.deltas import DeltaFetcher
-from weightcast.manifest.rebuild import State, rebuild
+from weightcast.manifest.rebuild import State, advance, load_snapshot, rebuild
 from weightcast.manifest.store import Store
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.manifest import VersionManifest
@@ -64,10 +63,31 @@ def state_at(store: Store, version: int) -> State:
 
 def read(store: Store, version: int) -> dict[str, Bits]:
     """The bits of a version as a reader that holds nothing gets them."""
-    state = state_at(store, version)
-    return {
-        spec.name: Bits(spec.dtype, spec.shape, state.memory.tensor(spec.tied_to or spec.name).tobytes()) for spec in state.layout
-    }
+    return bits_in(state_at(store, version))
+
+
+def bits_in(state: State) -> dict[str, Bits]:
+    """The bits of a state."""
+    return {s.name: Bits(s.dtype, s.shape, state.memory.tensor(s.tied_to or s.name).tobytes()) for s in state.layout}
+
+
+def walk(store: Store) -> Iterator[tuple[VersionManifest, dict[str, Bits]]]:
+    """Every version with its bits, as a reader gets them that follows from the first on."""
+    reader = StreamReader.open(store)
+    chain, version, state = reader.chain(), 0, None
+    with ThreadPoolExecutor(2) as pool:
+        fetcher = DeltaFetcher(store, pool, 1 << 30)
+        while (data := reader.manifest_bytes(version)) is not None:
+            position = chain.extend(data) if chain.at else chain.anchor(data, 0)
+            if position.manifest.snapshot is not None:
+                snapshot = reader.snapshot(position.manifest.snapshot.key, position)
+                state = load_snapshot(reader, snapshot, position, pool)
+            elif state is not None:
+                state = advance(reader, state, position, fetcher, pool)
+            assert state is not None
+            yield position.manifest, bits_in(state)
+            version += 1
+    assert reader.listed_versions() == list(range(version))
 
 
 def assert_version(store: Store, version: int, expected: Mapping[str, Bits]) -> None:
@@ -117,8 +137,3 @@ def changed_places(store: Store, version: int) -> dict[str, list[int]]:
 def objects_in(store: Store) -> dict[str, int]:
     """Every object, with its size."""
     return {e.key: e.size for e in store.list("")}
-
-
-def digest_of_objects(store: Store) -> str:
-    """One hash over all keys and sizes."""
-    return hashlib.sha256(repr(sorted(objects_in(store).items())).encode()).hexdigest()

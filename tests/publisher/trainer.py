@@ -18,8 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import s3fs  # noqa: F401 - imported by the nursery, not by each trainer
 import torch
-from weightcast.manifest.store import local
+from weightcast.manifest.store import local as store_local
 from weightcast.manifest.store import Store, StoreSettings, open_store
 from weightcast.publisher import Publisher, PublisherSettings
 from weightcast.schemas.errors import StorageError, WeightcastError
@@ -130,7 +131,7 @@ def race(url: str, name: str, rounds: int) -> None:
     folder = Path(os.environ["RACE_FOLDER"])
     store = opened(url)
     for round_ in range(rounds):
-        settings = PublisherSettings(**SETTINGS, writer=name)
+        settings = PublisherSettings(**SETTINGS, writer=name, snapshot_every=5)
         publisher = Publisher("", settings, store=store, fence=False)
         base = publisher.version
         store.heal()

@@ -459,6 +459,27 @@ def test_a_subscriber_builds_on_nothing_that_another_left_half_written(
     assert dying.once().version == 2
 
 
+@pytest.mark.parametrize("how", ["reset", "layout"])
+def test_b102_new_files_that_another_brought_are_taken_over(
+    how: str, store: FaultStore, trainer: Trainer, subscriber_at: SubscriberAt, tmp_path: Path
+) -> None:
+    first, second = (subscriber_at(store, CheckpointFolder(tmp_path)) for _ in range(2))
+    trainer.publish(filled(1))
+    first.once()
+    second.once()
+    model = filled(2) | ({"bias": torch.ones(4)} if how == "layout" else {})
+    trainer.publish(model, reset=how == "reset")
+    first.once()
+    store.calls.clear()
+    assert second.once().version == 1
+    assert not store.keys("download")
+    assert not store.keys("fetch")
+    model["w"] = torch.full((1000,), 5.0)
+    trainer.publish(model)
+    second.once()
+    assert loaded(tmp_path) == bits(model)
+
+
 def test_weights_replaced_behind_its_back_are_noticed(
     store: FaultStore, trainer: Trainer, subscriber_at: SubscriberAt, tmp_path: Path
 ) -> None:

@@ -61,6 +61,8 @@ class Histories(RuleBasedStateMachine):
         config = str(len(self.versions) // 3).encode()
         self.publisher.publish(self.model, reset=reset, drop=drop, files={"config.json": config}).wait(30)
         self.publisher.wait_idle()
+        if self.publisher._pipeline is not None:
+            self.publisher._pipeline.snapshots.join(None)  # a listing in memory does not stand a write at the same time
         self.versions.append((bits(self.model), config))
 
     def _subscriber(self, which: int) -> Subscriber:
