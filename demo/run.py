@@ -134,6 +134,7 @@ def _run(
         from .outcome import Outcome
         from .trainer import Trainer
 
+        interrupts.check()
         torch.set_num_threads(1)
         settings = store_settings or StoreSettings()
         intake = Intake(work / "spool", WORKERS, max_staleness=config.max_staleness)

@@ -66,6 +66,7 @@ class Trainer:
 
     def run(self) -> VersionManifest:
         """Train all steps, publish each, and return the manifest of the last, committed."""
+        self._safe_point()
         current = self._publish(None)
         first = current.pending.wait().version  # the subscribers need a stream to open
         for name in WORKERS:

@@ -148,9 +148,10 @@ class DeltaCapture:
         self._pool = pool
         self._row_elements = row_elements
         self._level = level
-        self._known = {spec.name: spec for spec in state.layout.stored}
+        self._known = state.layout.stored_by_name
         self._taken: dict[str, Item] = {}
-        self._done: dict[str, tuple[object, ...] | None] = {}
+        self._done: set[str] = set()
+        self._done_ties: set[object] = set()
         self._waiting: dict[str, Item] = {}
         self._moved = Digest()
 
@@ -163,7 +164,8 @@ class DeltaCapture:
         """
         try:
             for item in found:
-                _refuse_twice(item, self._taken)
+                if item.spec.name in self._taken:
+                    _refuse_twice(item, self._taken)
                 self._taken[item.spec.name] = self._take(item)
             self._finish(list(self._taken.values()), drop)
         except BaseException:
@@ -172,10 +174,13 @@ class DeltaCapture:
         self._capture.rows.finish()
 
     def _take(self, item: Item) -> Item:
-        """Deal with one item, at once if it will not last."""
+        """Deal with one item, at once if it will not last; what remains of it."""
         spec = item.spec
-        at_once = not item.lasting and spec.elements >= SMALL_ELEMENTS and self._known.get(spec.name) == spec
-        if at_once and item.tie is not None and item.tie in self._done.values():
+        if item.lasting:
+            self._waiting[spec.name] = item
+            return item
+        at_once = spec.elements >= SMALL_ELEMENTS and self._known.get(spec.name) == spec
+        if at_once and item.tie is not None and item.tie in self._done_ties:
             pass  # another name of a tensor that was dealt with
         elif at_once:
             memory = Memory.blank(self._state.geometry)
@@ -188,21 +193,25 @@ class DeltaCapture:
                 for at in range(0, spec.elements, step)
             ]
             self._encode(self._state.geometry, memory, self._state.memory, slices)
-            self._done[spec.name] = item.tie
+            self._done.add(spec.name)
+            self._done_ties.add(item.tie)
         else:
-            self._waiting[spec.name] = item if item.lasting else item.copied()
+            self._waiting[spec.name] = item.copied()
         return Item(spec, 0, None, item.lasting, item.identity)
 
     def _finish(self, every: Sequence[Item], drop: Collection[str]) -> None:
         state, capture = self._state, self._capture
-        layout = _next_layout(state.layout, every, tied(every, self._done, self._known), drop)
+        layout, ties = state.layout, tied(every, self._done, self._known)
+        if (
+            ties
+            or len(layout) != len(every)
+            or any(self._known.get(i.spec.name) is not i.spec for i in every)
+        ):
+            layout = _next_layout(layout, every, ties, drop)
         capture.relaid = layout != state.layout
         geometry = Geometry(layout) if capture.relaid else state.geometry
         capture.geometry = geometry
-        new = Memory.blank(geometry)
-        for name, item in self._waiting.items():
-            if layout[name].tied_to is None:
-                new.place(name, item.address, item.owner)
+        new = Memory.at(geometry, {n: i.address for n, i in self._waiting.items()}, self._waiting)
         old = _old_bits(state, geometry) if capture.relaid else state.memory
         rest = [
             i

@@ -185,7 +185,9 @@ class Publisher:
             WeightcastError: what went wrong with an earlier version in the background, once.
         """
         label = Label(_step(step), _checked(metadata or {}), _named(files))
-        return self._publish(items(tensors, self._casts), label, drop, reset)
+        baseline = self._pipeline.baseline if self._pipeline else None
+        known = baseline.layout.stored_by_name if baseline else {}
+        return self._publish(items(tensors, self._casts, known), label, drop, reset)
 
     def publish_items(
         self, found: Iterable[Item], label: Label, *, drop: Collection[str] = (), reset: bool = False

@@ -132,6 +132,11 @@ class Layout:
         return tuple(s for s in self.tensors if s.tied_to is None)
 
     @cached_property
+    def stored_by_name(self) -> dict[str, TensorSpec]:
+        """The same, by name."""
+        return {spec.name: spec for spec in self.stored}
+
+    @cached_property
     def dtypes(self) -> dict[str, tuple[int, int]]:
         """For each dtype the half-open range of its tensors in `stored`."""
         ranges: dict[str, tuple[int, int]] = {}
@@ -164,7 +169,7 @@ class Layout:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, LAYOUT_SCHEMA) as writer:
             writer.write_table(table)
-        return sink.getvalue().to_pybytes()
+        return bytes(sink.getvalue())
 
     @cached_property
     def sha256(self) -> str:

@@ -95,7 +95,7 @@ def encode_shard(rows: Sequence[Row]) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, SHARD_SCHEMA) as writer:
         writer.write_table(table)
-    return sink.getvalue().to_pybytes()
+    return bytes(sink.getvalue())
 
 
 def decode_shard(data: bytes, where: str) -> list[Row]:

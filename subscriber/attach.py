@@ -41,7 +41,8 @@ def attach(reader: StreamReader, target: Target, pool: Executor) -> Position | N
         return _recognise(reader, target, pool)
     if mark.stream != reader.stream.stream:
         raise Untrusted(
-            f"{target.name} is at version {mark.version} of stream {mark.stream}; {reader.store.url} is stream {reader.stream.stream}",
+            f"{target.name} is at version {mark.version} of stream {mark.stream}; "
+            f"{reader.store.url} is stream {reader.stream.stream}",
             hint="use another folder, or remove this one",
         )
     data = reader.manifest_bytes(mark.version)

@@ -104,7 +104,9 @@ class CheckpointFolder:
     def adopt(self, position: Position, layout: Layout) -> None:
         """See Target."""
         self._set_layout(layout.encoded)
-        if (self._own / "files").is_dir():  # companions and mark come to hold together: a patch that writes nothing else
+        if (
+            self._own / "files"
+        ).is_dir():  # companions and mark come to hold together: a patch that writes nothing else
             self.patch(Geometry(layout), {}, position)
         else:
             self._set_mark(mark_of(position))

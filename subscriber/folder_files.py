@@ -47,7 +47,7 @@ def map_file(path: Path, *, writable: bool) -> Mapped:
 
 
 def _fill_holes(handle: int, path: Path) -> None:
-    """Reserve the blocks that a sparse file lacks: on a full disk, writing to a hole through a map kills the process."""
+    """Reserve the blocks that a sparse file lacks: on a full disk, writing to a hole by a map kills the process."""
     stats = os.fstat(handle)
     if stats.st_blocks * 512 >= stats.st_size or not hasattr(os, "posix_fallocate"):
         return
@@ -68,7 +68,8 @@ def weight_paths(folder: Path) -> list[Path]:
 
     Raises:
         Corrupt: the index is none.
-        UsageError: it names files elsewhere, or there is a single file beside it, of which loaders would take one or the other.
+        UsageError: it names files elsewhere, or does not name the single file beside it, so that loaders
+            take one or the other.
     """
     index, single = folder / INDEX_NAME, folder / SINGLE_NAME
     if not index.is_file():
@@ -103,7 +104,8 @@ def place_all(geometry: Geometry, files: Iterable[Mapped], *, writable: bool) ->
                 continue
             if spec != entry.spec:
                 raise UsageError(
-                    f"{file.path} has tensor {spec.name!r} as {entry.spec.dtype}{list(entry.spec.shape)}, the stream as {spec.dtype}{list(spec.shape)}"
+                    f"{file.path} has tensor {spec.name!r} as {entry.spec.dtype}{list(entry.spec.shape)}, "
+                    f"the stream as {spec.dtype}{list(spec.shape)}"
                 )
             memory.place(spec.name, file.address(entry), file.array)
             del wanted[spec.name]
@@ -113,7 +115,7 @@ def place_all(geometry: Geometry, files: Iterable[Mapped], *, writable: bool) ->
 
 
 def create_file(path: Path, specs: Sequence[TensorSpec]) -> Mapped:
-    """A new file for `specs`, all zeros, with its blocks reserved, so that writing through the map cannot run out of disk.
+    """A new file for `specs`, all zeros, its blocks reserved, so that writing through the map cannot run out of disk.
 
     Raises:
         StorageError: there is not enough room; says how much is needed and free.

@@ -71,7 +71,7 @@ def reading(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def _held(lock: IO[str] | IO[bytes], how: int) -> Iterator[None]:
-    """Hold a lock, which the kernel drops with its holder. Dropped by hand as well: a forked child has the file open too."""
+    """Hold a lock, which the kernel drops with its holder. Dropped by hand too: a forked child has the file open."""
     fcntl.flock(lock, how)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Second names of tied tensors in the files of a kept folder: a stream carries each tensor once, files may repeat it."""
+"""Second names of tied tensors in a kept folder: a stream carries each tensor once, files may repeat it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _SCHEMA: Final = pa.schema(
 
 @dataclass(frozen=True)
 class Journal:
-    """Absolute values to write: by dtype, at flat positions of the layout that the folder has then; and what it is then."""
+    """Absolute values to write: by dtype, at flat positions of the layout of the folder; and what it is then."""
 
     mark: Mark
     changes: Mapping[str, Changes]

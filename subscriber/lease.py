@@ -1,4 +1,4 @@
-"""Telling the store which version is held, so that pruning spares what comes after it. Advisory: failing does no harm."""
+"""Telling the store which version is held, so that pruning spares what follows. Advisory: failing does no harm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Lease:
-    """One subscriber's lease, renewed every `lease_s` seconds. If that fails, it says so once, and tries again when it is due."""
+    """One subscriber's lease, renewed every `lease_s` seconds. A failure is told once, and tried again when due."""
 
     def __init__(self, store: Store, settings: SubscriberSettings) -> None:
         self._store = store

@@ -63,7 +63,7 @@ class Mover:
         self._arrive(position)
 
     def advance(self, at: Position, *, thorough: bool) -> bool:
-        """One step forward from `at`, if there is one. `thorough`: look behind a missing next version for newer ones."""
+        """One step forward from `at`, if there is one. `thorough`: look for newer ones behind a missing next one."""
         run = self._read_ahead(at)
         head = run[-1].version if run else at.version
         if len(run) >= _MAX_AHEAD or (not run and thorough):

@@ -43,7 +43,7 @@ def stage(
         at, run: where the base is, and the versions after it; at least one is staged.
 
     Raises:
-        NotFound: a shard of the first version is gone. One of a later version only ends the run there; so do the others.
+        NotFound: a shard of the first version is gone. A failure at a later version only ends the run before it.
         Corrupt: a shard is damaged, or the outcome does not have the digest of its version.
         StorageError: the store failed.
     """

@@ -27,9 +27,9 @@ class Mark:
 class Target(Protocol):
     """Weights that a subscriber keeps at a version.
 
-    The subscriber calls every method under `exclusive()`, in one thread at a time. Nothing handed over needs checking:
-    all of it was verified against the manifest before. Whatever a method raises, the target must then be in one of three
-    states: the version before, the version after, or visibly unusable until `recover` or the same call heals it.
+    The subscriber calls every method under `exclusive()`, in one thread at a time. Nothing handed over needs
+    checking: all of it was verified against the manifest before. Whatever a method raises, the target must then be in
+    one of three states: the version before, the version after, or visibly unusable until `recover` heals it.
     """
 
     @property
@@ -87,12 +87,13 @@ class Target(Protocol):
         """As `patch`, from one layout to another. Tensors that `before` has not, or has otherwise, start as zeros."""
 
     def load(self, layout: Layout, weights: Sequence[Path], position: Position) -> None:
-        """Take over all tensors from these verified safetensors files, which it may move away; then it holds `position`."""
+        """Take over all tensors from these verified safetensors files, which it may move; then it holds `position`."""
 
     def companions(self, files: Mapping[str, bytes]) -> None:
         """Companion files (config, tokenizer) that differ in the version that it is about to hold.
 
-        Called before `patch`, `relay`, `load` or `adopt`, with nothing if they stay; they come to hold together with the weights.
+        Called before `patch`, `relay`, `load` or `adopt`, with nothing if they stay. They come to hold together
+        with the weights.
         """
 
     def workdir(self) -> Path | None:

@@ -176,7 +176,8 @@ class Tensors:
             found = _spec(spec.name, tensor)
             if (found.dtype, found.shape) != (spec.dtype, spec.shape):
                 raise UsageError(
-                    f"tensor {spec.name!r} is {found.dtype}{list(found.shape)} here and {spec.dtype}{list(spec.shape)} in the stream",
+                    f"tensor {spec.name!r} is {found.dtype}{list(found.shape)} here "
+                    f"and {spec.dtype}{list(spec.shape)} in the stream",
                     hint="build the model with the stream's shapes",
                 )
             same = homes[spec.tied_to or spec.name]
@@ -259,7 +260,8 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     dtype = TORCH_NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None or tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise UsageError(
-            f"tensor {name!r} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; only dense tensors with data can be kept"
+            f"tensor {name!r} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; "
+            "only dense tensors with data can be kept"
         )
     if (
         tensor.is_conj()

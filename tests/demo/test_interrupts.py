@@ -9,32 +9,29 @@ import pytest
 from weightcast.demo.interrupts import Interrupts
 
 
-def test_an_interrupt_waits_for_the_safe_point() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    passed = False
-    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+def interrupted(seen: list[str], *, safe_point: bool = False, times: int = 1) -> None:
+    """Interrupt this process, and note how far it comes."""
+    with Interrupts() as interrupts:
         interrupts.check()
-        signal.raise_signal(signal.SIGINT)
-        passed = True
-        interrupts.check()
-        passed = False
-    assert passed
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+            seen.append("interrupted")
+        if safe_point:
+            interrupts.check()
+        seen.append("end")
+
+
+@pytest.mark.parametrize(
+    ("safe_point", "times", "expected"),
+    [
+        (True, 1, ["interrupted"]),  # it waits for the safe point
+        (False, 1, ["interrupted", "end"]),  # without one, for the end
+        (False, 2, ["interrupted"]),  # the second is let through at once
+    ],
+)
+def test_how_far_an_interrupt_lets_things_go(safe_point: bool, times: int, expected: list[str]) -> None:
+    before, seen = signal.getsignal(signal.SIGINT), list[str]()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(seen, safe_point=safe_point, times=times)
+    assert seen == expected
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_an_interrupt_without_a_safe_point_arrives_at_the_end() -> None:
-    passed = False
-    with pytest.raises(KeyboardInterrupt), Interrupts():
-        signal.raise_signal(signal.SIGINT)
-        passed = True
-    assert passed
-
-
-def test_a_second_interrupt_is_let_through_at_once() -> None:
-    passed = 0
-    with pytest.raises(KeyboardInterrupt), Interrupts():
-        signal.raise_signal(signal.SIGINT)
-        passed = 1
-        signal.raise_signal(signal.SIGINT)
-        passed = 2
-    assert passed == 1

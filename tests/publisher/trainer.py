@@ -30,6 +30,9 @@ from ..faultstore import FaultStore, die, stop
 SETTINGS: dict[str, Any] = {"threads": 2, "row_elements": 1 << 16, "shard_bytes": 1 << 16}
 
 
+torch.set_num_threads(1)  # GNU OpenMP hangs in the child of a process that has used it
+
+
 def state(k: int) -> dict[str, torch.Tensor]:
     """What the trainer has after step k: three shards' worth of changes from one step to the next."""
     generator = torch.Generator().manual_seed(1000 + k)

@@ -44,7 +44,9 @@ class Trainer:
         manifest = self.publisher.publish(tensors, **options).wait(30)
         self.publisher.wait_idle()
         if self.publisher._pipeline is not None:
-            self.publisher._pipeline.snapshots.join(None)  # one that came of itself, so that tests know what is there
+            self.publisher._pipeline.snapshots.join(
+                None
+            )  # one that came of itself, so that tests know what is there
         return manifest
 
 

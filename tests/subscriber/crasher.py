@@ -21,7 +21,14 @@ import numpy as np
 from weightcast.codec import Changes, Geometry, Memory, digest_all, gather, scatter
 from weightcast.manifest.store import open_store
 from weightcast.schemas.layout import Layout, TensorSpec
-from weightcast.subscriber import CheckpointFolder, Subscriber, SubscriberSettings, folder, folder_files, folder_ties
+from weightcast.subscriber import (
+    CheckpointFolder,
+    Subscriber,
+    SubscriberSettings,
+    folder,
+    folder_files,
+    folder_ties,
+)
 
 
 class Crash:
@@ -46,7 +53,9 @@ class Crash:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             names = [Path(a).name for a in args if isinstance(a, str | Path)]
-            if name != "get" or names[0].endswith("1.json"):  # of what is only read, the manifest of the second version
+            if name != "get" or names[0].endswith(
+                "1.json"
+            ):  # of what is only read, the manifest of the second version
                 self.step(f"{name} {' '.join(names)}")
             return inner(*args, **kwargs)
 
@@ -92,7 +101,11 @@ def run(job: dict[str, Any]) -> None:
 
 def warm_up() -> None:
     """Load the kernels once for all children."""
-    geometry = Geometry(Layout.of([TensorSpec("w", "BF16", (100,)), TensorSpec("x", "F32", (100,)), TensorSpec("y", "U8", (100,))]))
+    geometry = Geometry(
+        Layout.of(
+            [TensorSpec("w", "BF16", (100,)), TensorSpec("x", "F32", (100,)), TensorSpec("y", "U8", (100,))]
+        )
+    )
     memory = Memory.allocate(geometry)
     digest_all(geometry, memory)
     for space in geometry:
@@ -115,7 +128,12 @@ def main() -> None:
                 os._exit(1)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
-        print(json.dumps({"killed": os.WIFSIGNALED(status) and os.WTERMSIG(status), "code": os.WEXITSTATUS(status)}), flush=True)
+        print(
+            json.dumps(
+                {"killed": os.WIFSIGNALED(status) and os.WTERMSIG(status), "code": os.WEXITSTATUS(status)}
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ def file_bits(path: Path) -> dict[str, Bits]:
     header.pop("__metadata__", None)
     body = 8 + length
     return {
-        name: Bits(e["dtype"], tuple(e["shape"]), raw[body + e["data_offsets"][0] : body + e["data_offsets"][1]])
+        name: Bits(
+            e["dtype"], tuple(e["shape"]), raw[body + e["data_offsets"][0] : body + e["data_offsets"][1]]
+        )
         for name, e in header.items()
     }
 
@@ -74,7 +76,10 @@ def every_dtype(seed: int = 0) -> Model:
         "bool": (torch.bool, (50,)),
     }
     generator = torch.Generator().manual_seed(seed)
-    return {name: random_like(torch.empty(shape, dtype=dtype), generator) for name, (dtype, shape) in shapes.items()}
+    return {
+        name: random_like(torch.empty(shape, dtype=dtype), generator)
+        for name, (dtype, shape) in shapes.items()
+    }
 
 
 def stir(model: Model, seed: int, share: float = 0.02) -> Model:

@@ -166,8 +166,8 @@ def test_b126_a_missing_shard_is_waited_for(store: FaultStore, sharded: Trainer,
 @pytest.mark.parametrize("damage", ["hash", "frame", "outcome"])
 @pytest.mark.parametrize("full", [1, 2])
 def test_b123_after_so_many_tries_a_bad_delta_is_passed_by_a_snapshot(
-    damage: str, full: int, store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    damage: str, full: int, store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     live = blank(model_of(0))
     subscriber = subscriber_at(store, Tensors(live), tries=3)
@@ -190,7 +190,10 @@ def test_b123_after_so_many_tries_a_bad_delta_is_passed_by_a_snapshot(
                 row = rows[0]
                 steps = bytes(len(row.steps)) if damage == "frame" else row.steps
                 values = row.escapes[:-1] + bytes([row.escapes[-1] ^ 1]) if row.escapes else row.escapes
-                rows[0] = row.__class__(**{f: getattr(row, f) for f in row.__dataclass_fields__} | {"steps": steps, "escapes": values})
+                rows[0] = row.__class__(
+                    **{f: getattr(row, f) for f in row.__dataclass_fields__}
+                    | {"steps": steps, "escapes": values}
+                )
             return rows
 
         monkeypatch.setattr(deltas, "decode_shard", bad)
@@ -258,7 +261,14 @@ def test_a_snapshot_that_pays_but_is_damaged_does_not_stop_the_deltas(
 def raise_floor(store: FaultStore, keep: int) -> None:
     """Prune at once, sparing nothing for its age."""
     reader = StreamReader.open(store.inner)
-    prune(reader, keep=keep, grace_s=0, orphan_age_s=86400, lease_age_s=0, clock=lambda: store.inner.clock() + timedelta(days=2))
+    prune(
+        reader,
+        keep=keep,
+        grace_s=0,
+        orphan_age_s=86400,
+        lease_age_s=0,
+        clock=lambda: store.inner.clock() + timedelta(days=2),
+    )
 
 
 def test_b111_a_slow_subscriber_jumps_over_what_was_pruned(
@@ -292,13 +302,17 @@ def test_b111_without_a_snapshot_the_gap_is_named_and_the_weights_stay(
     raise_floor(store, keep=1)
     for entry in list(store.list("snapshots/")):
         store.inner.delete(entry.key)
-    with pytest.raises(Gap, match="version 4 is no longer available as a delta, and there is no snapshot after it"):
+    with pytest.raises(
+        Gap, match="version 4 is no longer available as a delta, and there is no snapshot after it"
+    ):
         subscriber.once()
     assert bits(live) == bits(model_of(3))
     assert subscriber.version == 3
 
 
-def test_b116_a_version_is_pruned_while_it_is_fetched(store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt, tmp_path: Path) -> None:
+def test_b116_a_version_is_pruned_while_it_is_fetched(
+    store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt, tmp_path: Path
+) -> None:
     subscriber = subscriber_at(store, CheckpointFolder(tmp_path), threads=1)
     sharded.publish(model_of(0))
     subscriber.once()
@@ -331,12 +345,16 @@ def test_b118_hints_of_any_kind_lead_to_the_head(
     if hint == "deleted":
         store.inner.delete("head.json")
     else:
-        text = {"stale": '{"kind":"head","version":7}', "beyond": '{"kind":"head","version":9}', "empty": ""}[hint]
+        text = {"stale": '{"kind":"head","version":7}', "beyond": '{"kind":"head","version":9}', "empty": ""}[
+            hint
+        ]
         store.inner.put("head.json", text.encode())
     assert subscriber_at(store, CheckpointFolder(tmp_path)).once().version == 8
 
 
-def test_b107_a_missing_hint_changes_nothing_for_one_who_follows(store: FaultStore, sharded: Trainer, following: Any) -> None:
+def test_b107_a_missing_hint_changes_nothing_for_one_who_follows(
+    store: FaultStore, sharded: Trainer, following: Any
+) -> None:
     live = blank(model_of(0))
     sharded.publish(model_of(0))
     here = following(store, Tensors(live))
@@ -355,7 +373,9 @@ def test_b107_a_missing_hint_changes_nothing_for_one_who_follows(store: FaultSto
     assert not store.keys("download")
 
 
-def test_b120_each_shard_is_fetched_once(store: FaultStore, trainer: Trainer, subscriber_at: SubscriberAt) -> None:
+def test_b120_each_shard_is_fetched_once(
+    store: FaultStore, trainer: Trainer, subscriber_at: SubscriberAt
+) -> None:
     live = blank(model_of(0))
     subscriber = subscriber_at(store, Tensors(live))
     model = model_of(0)
@@ -372,7 +392,9 @@ def test_b120_each_shard_is_fetched_once(store: FaultStore, trainer: Trainer, su
     assert bits(live) == bits(model)
 
 
-def test_b122_versions_count_not_arrivals(store: FaultStore, trainer: Trainer, subscriber_at: SubscriberAt) -> None:
+def test_b122_versions_count_not_arrivals(
+    store: FaultStore, trainer: Trainer, subscriber_at: SubscriberAt
+) -> None:
     live = {"w": torch.zeros(4, dtype=torch.bfloat16)}
     subscriber = subscriber_at(store, Tensors(live))
     for value in (0.0, 2.0, 3.0):
@@ -385,7 +407,9 @@ def test_b122_versions_count_not_arrivals(store: FaultStore, trainer: Trainer, s
 
 
 @pytest.mark.parametrize("kind", ["memory", "local"])
-def test_b136_a_poller_sees_a_version_of_another_process_within_a_poll(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_b136_a_poller_sees_a_version_of_another_process_within_a_poll(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     store: FaultStore = request.getfixturevalue("store" if kind == "memory" else "local_store")
     sharded = request.getfixturevalue("trainer_at")(store)
     following = request.getfixturevalue("following")
@@ -398,7 +422,8 @@ def test_b136_a_poller_sees_a_version_of_another_process_within_a_poll(kind: str
         return
     script = (
         "import sys; from weightcast.subscriber import *\n"
-        "subscriber = Subscriber(sys.argv[1], CheckpointFolder(sys.argv[2]), SubscriberSettings(poll_s=0.2, lease=False))\n"
+        "settings = SubscriberSettings(poll_s=0.2, lease=False)\n"
+        "subscriber = Subscriber(sys.argv[1], CheckpointFolder(sys.argv[2]), settings)\n"
         "for position in subscriber.follow():\n    print(position.version, flush=True)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "store"), str(tmp_path / "model")]
@@ -409,11 +434,15 @@ def test_b136_a_poller_sees_a_version_of_another_process_within_a_poll(kind: str
         sharded.publish(model_of(1))
         began = time.monotonic()
         assert poller.stdout.readline() == "1\n"
-        assert time.monotonic() - began < 2  # 0.27 s at most by the clock of the poller; the rest is for a busy machine
+        assert (
+            time.monotonic() - began < 2
+        )  # 0.27 s at most by the clock of the poller; the rest is for a busy machine
         poller.kill()
 
 
-def test_b152_an_idle_poll_is_one_request_and_no_listing(store: FaultStore, trainer: Trainer, subscriber_at: SubscriberAt) -> None:
+def test_b152_an_idle_poll_is_one_request_and_no_listing(
+    store: FaultStore, trainer: Trainer, subscriber_at: SubscriberAt
+) -> None:
     model: Model = {"w": torch.zeros(10)}
     for version in range(50):
         model["w"][0] = version
@@ -473,7 +502,9 @@ def test_it_survives_an_outage_and_says_so(store: FaultStore, sharded: Trainer, 
     assert (status.error, status.lag, status.behind_s, status.ready) == ("", 0, 0.0, True)
 
 
-def test_status_counts_from_version_0_and_ready_heeds_the_lag(store: FaultStore, sharded: Trainer, following: Any) -> None:
+def test_status_counts_from_version_0_and_ready_heeds_the_lag(
+    store: FaultStore, sharded: Trainer, following: Any
+) -> None:
     sharded.publish(model_of(0))
     hold = Hold()
     store.on("download", "*", hold)
@@ -516,7 +547,9 @@ def test_b219_status_answers_while_a_fetch_hangs(store: FaultStore, sharded: Tra
     assert here.subscriber.wait_for(1, 10) == 1
 
 
-def test_an_edited_manifest_ends_the_following(store: FaultStore, sharded: Trainer, following: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_manifest_ends_the_following(
+    store: FaultStore, sharded: Trainer, following: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("weightcast.subscriber.subscriber._SETTLE_S", 0.3)
     live = blank(model_of(0))
     sharded.publish(model_of(0))
@@ -546,7 +579,9 @@ def test_a_rewritten_history_ends_the_following_of_a_folder(
     assert loaded(tmp_path) == bits(model_of(0))
 
 
-def test_b099_a_manifest_that_is_still_being_written_is_waited_for(store: FaultStore, sharded: Trainer, following: Any) -> None:
+def test_b099_a_manifest_that_is_still_being_written_is_waited_for(
+    store: FaultStore, sharded: Trainer, following: Any
+) -> None:
     sharded.publish(model_of(0))
     here = following(store, Tensors(blank(model_of(0))))
     here.subscriber.wait_for(0, 10)
@@ -565,7 +600,9 @@ def test_b099_a_manifest_that_is_still_being_written_is_waited_for(store: FaultS
 
 @pytest.mark.parametrize("how", ["stop", "close"])
 @pytest.mark.parametrize("state", ["idle", "backing off"])
-def test_b231_it_stops_at_once(how: str, state: str, store: FaultStore, sharded: Trainer, following: Any) -> None:
+def test_b231_it_stops_at_once(
+    how: str, state: str, store: FaultStore, sharded: Trainer, following: Any
+) -> None:
     sharded.publish(model_of(0))
     here = following(store, Tensors(blank(model_of(0))), poll_s=100)
     here.subscriber.wait_for(0, 10)
@@ -582,7 +619,9 @@ def test_b231_it_stops_at_once(how: str, state: str, store: FaultStore, sharded:
     assert here.error is None
 
 
-def test_a_closed_subscriber_says_so(store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt) -> None:
+def test_a_closed_subscriber_says_so(
+    store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt
+) -> None:
     sharded.publish(model_of(0))
     subscriber = subscriber_at(store, Tensors(blank(model_of(0))))
     subscriber.once()
@@ -595,7 +634,9 @@ def test_a_closed_subscriber_says_so(store: FaultStore, sharded: Trainer, subscr
         subscriber.wait_for(1)
 
 
-def test_no_stream_and_no_version_are_waited_for(store: FaultStore, trainer: Trainer, following: Any, subscriber_at: SubscriberAt) -> None:
+def test_no_stream_and_no_version_are_waited_for(
+    store: FaultStore, trainer: Trainer, following: Any, subscriber_at: SubscriberAt
+) -> None:
     live = {"w": torch.zeros(3)}
     with pytest.raises(NotFound, match="no stream at"):
         subscriber_at(store, Tensors(live)).once()
@@ -629,7 +670,9 @@ def test_a_patch_that_keeps_failing_is_tried_more_and_more_slowly_and_told_once(
     assert here.subscriber.status().error == "the disk is failing"
 
 
-def test_a_lease_says_what_is_held_and_survives_an_outage(store: FaultStore, sharded: Trainer, following: Any) -> None:
+def test_a_lease_says_what_is_held_and_survives_an_outage(
+    store: FaultStore, sharded: Trainer, following: Any
+) -> None:
     sharded.publish(model_of(0))
     fault = store.on("put", "readers/*", refuse, times=3)
     here = following(store, Tensors(blank(model_of(0))), lease=True, lease_s=0.05)

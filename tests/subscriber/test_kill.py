@@ -1,8 +1,8 @@
 """A subscriber of a folder is killed before each single thing that it does, with SIGKILL, in a process of its own.
 
-After each: (a) a loader finds nothing, or exactly one version; (b) without the store, a restart leaves nothing or exactly one
-version; with it, exactly the head; (c) the mark never claims what the weights in sight are not. This is S1 to S6, and all that
-lies between them. An interrupted patch is finished to the new version without the store, from the journal.
+After each: (a) a loader finds nothing, or exactly one version; (b) without the store, a restart leaves nothing or
+exactly one version; with it, exactly the head; (c) the mark never claims what the weights in sight are not. This is S1
+to S6, and all that lies between. An interrupted patch is finished to the new version offline, from the journal.
 """
 
 from __future__ import annotations
@@ -38,14 +38,18 @@ def crasher() -> Iterator[Callable[..., dict[str, Any]]]:
     """Runs a job in a process that may be killed."""
     command = [sys.executable, "-m", "tests.subscriber.crasher"]
     root = Path(__file__).parents[2]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
 
         def crash(**job: Any) -> dict[str, Any]:
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(json.dumps({k: v if isinstance(v, int) else str(v) for k, v in job.items()}) + "\n")
+            process.stdin.write(
+                json.dumps({k: v if isinstance(v, int) else str(v) for k, v in job.items()}) + "\n"
+            )
             process.stdin.flush()
             return dict(json.loads(process.stdout.readline()))
 
@@ -120,11 +124,15 @@ def crash_everywhere(
         scene.check(folder)
         swapping = (folder / ".weightcast" / "swap.json").exists()
         assert not swapping
-        assert not (folder / ".weightcast" / "journal.arrow").exists()  # whatever had begun was finished offline
+        assert not (
+            folder / ".weightcast" / "journal.arrow"
+        ).exists()  # whatever had begun was finished offline
         scene.store.faults.remove(offline)
         assert subscriber_at(scene.store, CheckpointFolder(folder)).once().version == head
         assert scene.check(folder, head) == head
-        left = {p.name for p in folder.rglob("*") if p.is_file()} - {p.name for p in folder.iterdir() if p.is_file()}
+        left = {p.name for p in folder.rglob("*") if p.is_file()} - {
+            p.name for p in folder.iterdir() if p.is_file()
+        }
         assert left == {"state.json", "layout.arrow", "lock", "reading.lock"}
         shutil.rmtree(folder)
     raise AssertionError("it never came to an end")
