@@ -231,7 +231,7 @@ def advance(
 
 def retained(old: Layout, new: Layout) -> list[str]:
     """Names whose old bits carry over from `old` to `new`: stored in both with the same dtype and shape."""
-    before = {spec.name: spec for spec in old.stored}
+    before = old.stored_by_name
     return [spec.name for spec in new.stored if before.get(spec.name) == spec]
 
 

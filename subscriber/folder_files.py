@@ -95,9 +95,12 @@ def place_all(geometry: Geometry, files: Iterable[Mapped], *, writable: bool) ->
     Raises:
         UsageError: a tensor that it does store is missing, or has another dtype or shape.
     """
-    memory = Memory.blank(geometry, writable=writable)
-    wanted = {spec.name: spec for spec in geometry.layout.stored}
+    addresses: dict[str, int] = {}
+    arrays = []
+    wanted = dict(geometry.layout.stored_by_name)
     for file in files:
+        base = int(file.array.ctypes.data)
+        arrays.append(file.array)
         for entry in file.entries:
             spec = wanted.get(entry.spec.name)
             if spec is None:
@@ -107,11 +110,11 @@ def place_all(geometry: Geometry, files: Iterable[Mapped], *, writable: bool) ->
                     f"{file.path} has tensor {spec.name!r} as {entry.spec.dtype}{list(entry.spec.shape)}, "
                     f"the stream as {spec.dtype}{list(spec.shape)}"
                 )
-            memory.place(spec.name, file.address(entry), file.array)
+            addresses[spec.name] = base + entry.begin if entry.end > entry.begin else 0
             del wanted[spec.name]
     if wanted:
         raise UsageError(f"{len(wanted)} tensors of the stream are not in the folder: {sorted(wanted)[:5]}")
-    return memory
+    return Memory.at(geometry, addresses, arrays, writable=writable)
 
 
 def create_file(path: Path, specs: Sequence[TensorSpec]) -> Mapped:

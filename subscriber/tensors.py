@@ -87,7 +87,6 @@ class Tensors:
 
     def memory(self, geometry: Geometry) -> Memory:
         """See Target. Tensors that lie elsewhere than in host memory are copied."""
-        memory = Memory.blank(geometry)
         homes = self._homes(geometry.layout)
         if self._even != geometry.layout.sha256:
             uneven = [
@@ -98,10 +97,8 @@ class Tensors:
             if uneven:
                 raise UsageError(f"tensors that the stream ties to {uneven[0]!r} differ from it here")
             self._even = geometry.layout.sha256
-        for name, (first, *_) in homes.items():
-            host = first if _is_addressable(first) else first.cpu().contiguous()
-            memory.place(name, host.data_ptr() if host.numel() else 0, host)
-        return memory
+        hosts = {n: t[0] if _is_addressable(t[0]) else t[0].cpu().contiguous() for n, t in homes.items()}
+        return Memory.at(geometry, {n: t.data_ptr() if t.numel() else 0 for n, t in hosts.items()}, hosts)
 
     def patch(self, geometry: Geometry, changes: Mapping[str, Changes], position: Position) -> None:
         """See Target."""
@@ -199,10 +196,9 @@ class Tensors:
         self, space: FlatSpace, geometry: Geometry, homes: Mapping[str, torch.Tensor], changes: Changes
     ) -> None:
         """Write what concerns `homes`: in one go where memory can be addressed, tensor by tensor elsewhere."""
-        direct = [name for name in space.names if name in homes and _is_addressable(homes[name])]
-        memory = Memory.blank(geometry, writable=True)
-        for name in direct:
-            memory.place(name, homes[name].data_ptr() if homes[name].numel() else 0, homes[name])
+        direct = {n: homes[n] for n in space.names if n in homes and _is_addressable(homes[n])}
+        addresses = {n: t.data_ptr() if t.numel() else 0 for n, t in direct.items()}
+        memory = Memory.at(geometry, addresses, direct, writable=True)
         mine = changes if len(direct) == len(space.names) else restrict(space, changes, direct)
         scatter(space, memory, mine)
         if not np.array_equal(gather(space, memory, mine.positions), mine.values):
@@ -210,8 +206,8 @@ class Tensors:
                 f"tensors of dtype {space.dtype} do not hold what was written to them",
                 hint="somebody else writes to them",
             )
-        for name in space.names:
-            if name in homes and not _is_addressable(homes[name]):
+        for name in space.names if len(direct) < len(space.names) else ():
+            if name in homes and name not in direct:
                 first = int(space.starts[space.index[name]])
                 lo, hi = np.searchsorted(changes.positions, [first, first + homes[name].numel()])
                 if lo < hi:
@@ -280,7 +276,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_addressable(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+    return bool(tensor.is_cpu) and tensor.is_contiguous()
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
