@@ -95,7 +95,8 @@ class Baseline:
         changes, moved = collect(self.geometry, rows, self.state.memory, pool, {})
         if self.position.digest + moved != position.digest:
             raise Corrupt(
-                f"the baseline would be {self.position.digest + moved} after version {position.version}, committed was {position.digest}"
+                f"the baseline would be {self.position.digest + moved} after version {position.version}, "
+                f"committed was {position.digest}"
             )
         view = self._view  # its owner may close and forget it at any time
         for dtype, found in changes.items():
@@ -107,7 +108,10 @@ class Baseline:
         self.state = State(position, self.geometry, self.state.memory)
 
     def replace(self, state: State) -> None:
-        """Become another state altogether. Call inside `gate.changing()`; a view keeps the old one, which nobody changes now."""
+        """Become another state altogether. Call inside `gate.changing()`.
+
+        A view keeps the old one, which nobody changes now.
+        """
         self.state = state
         self._view = None
 

@@ -1,7 +1,7 @@
 """What a trainer's tensors are at one moment: the encoded difference to the baseline, or, to start afresh, a copy.
 
-A capture runs in the thread that publishes, with a pool's help, while the tensors hold still. When it returns, the trainer may
-go on: nothing refers to its tensors any more.
+A capture runs in the thread that publishes, with a pool's help, while the tensors hold still. When it returns, the trainer
+may go on: nothing refers to its tensors any more.
 """
 
 from __future__ import annotations
@@ -228,7 +228,8 @@ class DeltaCapture:
         expected = state.position.digest - lost + self._moved
         if expected != capture.after:
             raise Corrupt(
-                f"the changes found lead from version {state.position.version} to state {expected}, the tensors have {capture.after}",
+                f"the changes found lead from version {state.position.version} to state {expected}, "
+                f"the tensors have {capture.after}",
                 hint="the tensors were written to while they were published, or memory is faulty; publish again",
             )
 

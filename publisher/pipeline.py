@@ -119,7 +119,7 @@ class Pipeline:
         self._keeper.note(baseline.state)
 
     def offer(self, job: Job) -> bool:
-        """Make `job` the active one before its capture has begun, so that uploads overlap it. False if one is active."""
+        """Make `job` active before its capture has begun, so that uploads overlap it. False if one is active."""
         with self._changed:
             # One that waits goes first: what it holds is older.
             if self._active is not None or self._waiting is not None or self._unsettled is not None:
@@ -243,7 +243,8 @@ class Pipeline:
             return
         if capture.fresh is None and (parent is None or capture.base != parent.sha256):
             raise Corrupt(
-                f"the changes captured for version {manifest.version} are told from another version than the one before it"
+                f"the changes captured for version {manifest.version} are told from another version "
+                "than the one before it"
             )
         self._commit(job, manifest)
 

@@ -73,8 +73,8 @@ class PendingVersion:
 class Publisher:
     """Publishes a policy's weights to one stream. Close it, or use it as a context manager.
 
-    Opening an existing stream proves the head's state (from the kept baseline or the store) and commits an empty version of
-    this run, so that a predecessor that was only slow can commit nothing more.
+    Opening an existing stream proves the head's state (from the kept baseline or the store) and commits an empty
+    version of this run, so that a predecessor that was only slow can commit nothing more.
 
     Args:
         root: URL or path of the stream; made with the first version if nothing is there.
@@ -168,11 +168,12 @@ class Publisher:
     ) -> PendingVersion:
         """Publish these tensors as the next version.
 
-        Returns as soon as they have been compared, or copied for a first version: from then on the trainer may change them. The
-        rest happens in the background. At most one version is in flight and one waits; a newer one replaces the one that waits.
+        Returns as soon as they have been compared, or copied for a first version: from then on the trainer may change
+        them. The rest happens in the background. At most one version is in flight and one waits; a newer one
+        replaces the one that waits.
 
         Args:
-            tensors: all tensors of the model, as a mapping (`model.state_dict()`) or (name, tensor) pairs, on any device.
+            tensors: all tensors of the model, as a mapping (`model.state_dict()`) or (name, tensor) pairs.
             step: the trainer's step, kept beside the version.
             metadata: JSON values, for people and frameworks; at most 64 KiB.
             files: companion files by name (config, tokenizer); None: as in the version before.

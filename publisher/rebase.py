@@ -23,7 +23,7 @@ def rebase_rows(
     pool: Executor,
     level: int,
 ) -> dict[Interval, Row]:
-    """Rows that lead from `state` + `committed` to `state` + `waiting`; both are told from `state`, which is not changed.
+    """Rows that lead from `state` + `committed` to `state` + `waiting`; both are told from `state`.
 
     Works interval by interval on copies, so that memory grows by a few rows alone.
     """

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
 
+from weightcast.manifest.chain import Position, TrustedChain
+from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import Corrupt, Gap, NotFound, Untrusted
 from weightcast.schemas.manifest import VersionManifest
 from weightcast.schemas.names import DATA_PREFIX, SNAPSHOTS_PREFIX, version_key
 
-from weightcast.manifest.chain import Position, TrustedChain
 from .pool import THREADS, ahead, workers
 from .values import Kind, LogEntry, ReaderStatus, Shard, Status, TensorChange, VersionDetails
-from weightcast.manifest.stream import StreamReader
 
 MANIFESTS_AHEAD: Final = 64
 """Manifests read ahead: usually of a few KiB, of 8 MiB at most."""

@@ -11,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from weightcast.codec import FlatSpace, Geometry, Memory, positions
+from weightcast.manifest.chain import Position
+from weightcast.manifest.deltas import DeltaFetcher
+from weightcast.manifest.rebuild import FETCH_BYTES, State, rebuild
+from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import WeightcastError
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.shard import Row
 
-from weightcast.manifest.chain import Position
-from weightcast.manifest.deltas import DeltaFetcher
 from .pool import THREADS, ahead, workers
 from .values import TensorChange
-from weightcast.manifest.rebuild import FETCH_BYTES, State, rebuild
-from weightcast.manifest.stream import StreamReader
 
 SLICE_ELEMENTS: Final = 1 << 22
 """Elements compared at once: a few MiB for each thread, so that large tensors are spread over the pool."""

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from typing import Protocol
 
+from weightcast.manifest.chain import Position
+from weightcast.manifest.deltas import DeltaFetcher
+from weightcast.manifest.rebuild import FETCH_BYTES, State, advance, load_snapshot
+from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import Gap, NotFound, WeightcastError
 from weightcast.schemas.names import version_key
 
-from weightcast.manifest.chain import Position
-from weightcast.manifest.deltas import DeltaFetcher
 from .findings import Findings
 from .pool import workers
-from weightcast.manifest.rebuild import FETCH_BYTES, State, advance, load_snapshot
-from weightcast.manifest.stream import StreamReader
 
 
 class Chain(Protocol):

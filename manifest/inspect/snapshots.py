@@ -12,6 +12,10 @@ from tempfile import mkdtemp
 from typing import Final
 
 from weightcast.codec import Geometry, Memory
+from weightcast.manifest.chain import Position
+from weightcast.manifest.rebuild import State, copy_file, proved
+from weightcast.manifest.stream import Snapshot, StreamReader
+from weightcast.manifest.tensorfile import read_header
 from weightcast.schemas.errors import Corrupt, NotFound, WeightcastError
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.manifest import FileRef, ObjectRef
@@ -22,12 +26,8 @@ from weightcast.schemas.names import (
     snapshot_manifest_key,
 )
 
-from weightcast.manifest.chain import Position
 from .findings import Findings
 from .pool import ahead, workers
-from weightcast.manifest.rebuild import State, copy_file, proved
-from weightcast.manifest.stream import Snapshot, StreamReader
-from weightcast.manifest.tensorfile import read_header
 
 FILES_AHEAD: Final = 3
 """Files that lie on disk at once while they are hashed: a snapshot's have a GiB each by default."""

@@ -13,18 +13,18 @@ from itertools import pairwise
 
 from weightcast.codec import Geometry, positions
 from weightcast.codec.planes import expand_plane
+from weightcast.manifest.chain import Position
+from weightcast.manifest.rebuild import FETCH_BYTES
+from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import Corrupt, Gap, NotFound, Untrusted, WeightcastError
 from weightcast.schemas.manifest import LayoutRef, ObjectRef, ShardRef
 from weightcast.schemas.names import file_key, layout_key, version_key
 from weightcast.schemas.shard import Row, decode_shard
 
-from weightcast.manifest.chain import Position
 from . import MANIFESTS_AHEAD
 from .findings import Findings, Problem, Progress, VerifyReport
 from .pool import THREADS, ahead, workers
 from .snapshots import SnapshotCheck
-from weightcast.manifest.rebuild import FETCH_BYTES
-from weightcast.manifest.stream import StreamReader
 
 __all__ = ["Problem", "Progress", "VerifyReport", "verify"]
 

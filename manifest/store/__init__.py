@@ -17,9 +17,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from weightcast.schemas.errors import UsageError
 
 from .backend import Backend
-from .objects import FsspecStore
 from .generic import GenericBackend, MemoryBackend
 from .local import LocalBackend
+from .objects import FsspecStore
 from .types import Entry, Pacing, ProbeResult, StoreSettings
 from .url import Location, parse_location
 

@@ -8,11 +8,22 @@ from contextlib import suppress
 
 import pytest
 import torch
+
 from weightcast.publisher import Publisher
 from weightcast.schemas.errors import Corrupt, UsageError
 
 from ..faultstore import FaultStore
-from ..versions import assert_version, bf16, chain_of, changed_places, copy_of, objects_in, read, rows_of, state_at
+from ..versions import (
+    assert_version,
+    bf16,
+    chain_of,
+    changed_places,
+    copy_of,
+    objects_in,
+    read,
+    rows_of,
+    state_at,
+)
 
 
 def test_b001_a_sign_flip_of_zero_is_a_change(store: FaultStore, publisher: Publisher) -> None:

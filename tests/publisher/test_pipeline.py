@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+
 from weightcast.publisher import Publisher
 from weightcast.publisher.pipeline import Pipeline
 from weightcast.schemas.errors import Conflict, Corrupt, StorageError, UsageError, WeightcastError

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from weightcast.manifest.store import Store, open_store
 from weightcast.publisher import Publisher
 

@@ -9,11 +9,23 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+
 from weightcast.publisher import Publisher
 from weightcast.schemas.errors import UsageError
 
 from ..faultstore import FaultStore
-from ..versions import Bits, assert_version, bf16, chain_of, changed_places, copy_of, f32, objects_in, read, state_at
+from ..versions import (
+    Bits,
+    assert_version,
+    bf16,
+    chain_of,
+    changed_places,
+    copy_of,
+    f32,
+    objects_in,
+    read,
+    state_at,
+)
 
 
 def words(bits: Bits) -> list[int]:

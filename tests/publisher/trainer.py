@@ -20,8 +20,9 @@ from typing import Any
 
 import s3fs  # noqa: F401 - imported by the nursery, not by each trainer
 import torch
-from weightcast.manifest.store import local as store_local
+
 from weightcast.manifest.store import Store, StoreSettings, open_store
+from weightcast.manifest.store import local as store_local
 from weightcast.publisher import Publisher, PublisherSettings
 from weightcast.schemas.errors import StorageError, WeightcastError
 
