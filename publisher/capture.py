@@ -1,7 +1,7 @@
 """What a trainer's tensors are at one moment: the encoded difference to the baseline, or, to start afresh, a copy.
 
-A capture runs in the thread that publishes, with a pool's help, while the tensors hold still. When it returns, the trainer
-may go on: nothing refers to its tensors any more.
+A capture runs in the thread that publishes, with a pool's help, while the tensors hold still. When it returns, the
+trainer may go on: nothing refers to its tensors any more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a trainer hands over, as plain bits: names, dtypes, shapes, addresses.
 
 A source is any mapping or iterable of (name, tensor), the tensors torch's or numpy's, on any device, of any strides.
-From a mapping all tensors are alive at once, so they are compared where they lie. From any other iterable a tensor may be
-gone when the next one is asked for, so each is dealt with before that.
+From a mapping all tensors are alive at once, so they are compared where they lie. From any other iterable a tensor may
+be gone when the next one is asked for, so each is dealt with before that.
 """
 
 from __future__ import annotations
