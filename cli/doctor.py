@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def command(context: click.Context, root: str, as_json: bool, store: StoreOptions) -> None:
     """Probe whether a store does what a stream needs, and how fast it is.
 
-    Writes and removes some small objects and one of 8 MiB under ROOT. Exit code 15 if a property does not
+    Writes and removes some small objects and one of 4 MiB under ROOT. Exit code 15 if a property does not
     hold.
     """
     from weightcast.manifest.stream import StreamReader

@@ -144,7 +144,7 @@ _HUFFMAN: Final = {
 }
 """As close to Huffman coding alone as zstd comes: gaps and steps repeat by chance only, and each match that
 is taken costs more than it saves. Against level 1 on settled AdamW data: steps 2.28 instead of 2.48 bits,
-gaps the same, in less time (`benchmarks/codec_race.py`)."""
+gaps the same, in less time (`benchmarks/race.py`)."""
 
 
 class _PerThread(threading.local):

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from weightcast.codec import Changes, Geometry, Memory, decode, merge, scatter
+from weightcast.codec import Changes, Geometry, Memory, decode, gather, merge, scatter
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.manifest import ShardRef, VersionManifest
@@ -137,23 +137,36 @@ def collect(
     for changes, digest in _map_ahead(pool, one, _without_overlap(geometry, rows)):
         found.setdefault(changes.dtype, []).append(changes)
         moved += digest
-    return {dtype: _concatenate(dtype, parts) for dtype, parts in found.items()}, moved
+    return {dtype: concatenated(parts) for dtype, parts in found.items()}, moved
 
 
-def apply_directly(geometry: Geometry, rows: Iterable[Row], memory: Memory, pool: Executor) -> Digest:
+def apply_directly(
+    geometry: Geometry,
+    rows: Iterable[Row],
+    memory: Memory,
+    pool: Executor,
+    keep: Callable[[Changes], None] | None = None,
+) -> Digest:
     """Decode against `memory` and write into it row by row; returns what that did to the digest.
 
-    For memory that nobody serves from: if this raises, or the digest is wrong, `memory` is worthless.
+    For memory that nobody serves from: if this raises, or the digest is wrong, `memory` is worthless. `keep` is
+    given the old bits of each row, in this thread and in any order.
     """
 
-    def one(row: Row) -> Digest:
-        changes, digest = decode(geometry[row.dtype], row, memory)
-        scatter(geometry[row.dtype], memory, changes)
-        return digest
+    def one(row: Row) -> tuple[Digest, Changes | None]:
+        space = geometry[row.dtype]
+        changes, digest = decode(space, row, memory)
+        old = (
+            Changes(row.dtype, changes.positions, gather(space, memory, changes.positions)) if keep else None
+        )
+        scatter(space, memory, changes)
+        return digest, old
 
     moved = Digest()
-    for digest in _map_ahead(pool, one, _without_overlap(geometry, rows)):
+    for digest, old in _map_ahead(pool, one, _without_overlap(geometry, rows)):
         moved += digest
+        if keep is not None and old is not None:
+            keep(old)
     return moved
 
 
@@ -176,8 +189,11 @@ def _map_ahead(pool: Executor, call: Callable[[A], B], items: Iterable[A]) -> It
         yield window.popleft().result()
 
 
-def _concatenate(dtype: str, parts: list[Changes]) -> Changes:
+def concatenated(parts: list[Changes]) -> Changes:
+    """Changes of rows of one dtype that do not overlap, as one."""
     parts.sort(key=lambda c: int(c.positions[0]))
     return Changes(
-        dtype, np.concatenate([c.positions for c in parts]), np.concatenate([c.values for c in parts])
+        parts[0].dtype,
+        np.concatenate([c.positions for c in parts]),
+        np.concatenate([c.values for c in parts]),
     )

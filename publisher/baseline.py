@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Final
 
 import numpy as np
 
-from weightcast.codec import Changes, Geometry, gather, merge, scatter
+from weightcast.codec import Changes, Geometry, merge
 from weightcast.manifest.chain import Position
-from weightcast.manifest.deltas import collect
+from weightcast.manifest.deltas import apply_directly, concatenated
 from weightcast.manifest.rebuild import State
 from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.shard import Row
+
+_UNDO_BYTES: Final = 16
+"""Of one changed element: 8 for its position, and at most 8 for its bits."""
 
 
 class Gate:
@@ -92,19 +96,19 @@ class Baseline:
         Raises:
             Corrupt: the rows do not lead to the committed state: the baseline is unusable.
         """
-        changes, moved = collect(self.geometry, rows, self.state.memory, pool, {})
-        if self.position.digest + moved != position.digest:
-            raise Corrupt(
-                f"the baseline would be {self.position.digest + moved} after version {position.version}, "
-                f"committed was {position.digest}"
-            )
         view = self._view  # its owner may close and forget it at any time
-        for dtype, found in changes.items():
-            if view is not None:
-                view.keep(
-                    dtype, found.positions, gather(self.geometry[dtype], self.state.memory, found.positions)
+        try:
+            with view.noting() if view is not None else nullcontext() as keep:
+                moved = apply_directly(self.geometry, rows, self.state.memory, pool, keep)
+            if self.position.digest + moved != position.digest:
+                raise Corrupt(
+                    f"the baseline is {self.position.digest + moved} after version {position.version}, "
+                    f"committed was {position.digest}"
                 )
-            scatter(self.geometry[dtype], self.state.memory, found)
+        except BaseException:
+            if view is not None:
+                view.spoil()
+            raise
         self.state = State(position, self.geometry, self.state.memory)
 
     def replace(self, state: State) -> None:
@@ -115,11 +119,11 @@ class Baseline:
         self.state = state
         self._view = None
 
-    def wait_for_view(self) -> None:
-        """Return once a view, if there is one, has room for more undo."""
+    def wait_for_view(self, changed: int) -> None:
+        """Return once a view, if there is one, has room for the undo of `changed` elements."""
         view = self._view
         if view is not None:
-            view.wait_for_room()
+            view.wait_for_room(changed * _UNDO_BYTES)
 
     def _forget(self, view: View) -> None:
         if self._view is view:
@@ -129,8 +133,8 @@ class Baseline:
 class View:
     """The state at the time of its making, read piece by piece while the baseline moves on.
 
-    Keeps the old bits of what changed since: O(changes), and bounded, since the mover waits once there are more than
-    `max_undo_bytes`. Close it, or the mover waits for ever.
+    Keeps the old bits of what changed since: O(changes), and bounded, since the mover waits where they would be more
+    than `max_undo_bytes`. Close it, or the mover waits for ever.
     """
 
     def __init__(self, baseline: Baseline, max_undo_bytes: int) -> None:
@@ -140,18 +144,28 @@ class View:
         self._max_undo_bytes = max_undo_bytes
         self._room = threading.Condition()
         self._closed = False
+        self._spoilt = False
 
-    def keep(self, dtype: str, positions: np.ndarray, old: np.ndarray) -> None:
-        """Note old bits before they are overwritten; the first note of an element counts."""
-        noted = Changes(dtype, positions, old)
-        earlier = self._undo.get(dtype)
-        self._undo[dtype] = merge(noted, earlier) if earlier is not None else noted
+    @contextmanager
+    def noting(self) -> Iterator[Callable[[Changes], None]]:
+        """Takes the old bits that one version overwrites; the first note of an element counts. Inside `gate.changing()`."""
+        noted: dict[str, list[Changes]] = {}
+        yield lambda old: noted.setdefault(old.dtype, []).append(old)
+        for dtype, parts in noted.items():
+            both, earlier = concatenated(parts), self._undo.get(dtype)
+            self._undo[dtype] = merge(both, earlier) if earlier is not None else both
+
+    def spoil(self) -> None:
+        """Say that memory was changed without a note."""
+        self._spoilt = True
 
     def read(self, spec: TensorSpec, begin: int, end: int) -> bytes:
         """Elements [begin, end) of a tensor, little-endian."""
         space = self.state.geometry[spec.dtype]
         first = int(space.starts[space.index[spec.name]])
         with self._baseline.gate.reading():
+            if self._spoilt:
+                raise Corrupt(f"version {self.state.position.version} is no longer in memory as it was")
             piece = self.state.memory.tensor(spec.name).reshape(-1)[begin:end].copy()
             undo = self._undo.get(spec.dtype)
             if undo is not None:
@@ -159,10 +173,10 @@ class View:
                 piece[undo.positions[lo:hi] - (first + begin)] = undo.values[lo:hi]
         return piece.tobytes()
 
-    def wait_for_room(self) -> None:
-        """Return once the undo is within its bound, or the view is closed."""
+    def wait_for_room(self, more: int) -> None:
+        """Return once the undo and `more` bytes are within their bound, or the view is closed."""
         with self._room:
-            self._room.wait_for(lambda: self._closed or self._undo_bytes() <= self._max_undo_bytes)
+            self._room.wait_for(lambda: self._closed or self._undo_bytes() + more <= self._max_undo_bytes)
 
     def _undo_bytes(self) -> int:
         return sum(c.positions.nbytes + c.values.nbytes for c in self._undo.values())

@@ -98,6 +98,12 @@ class Pipeline:
         """What makes this pipeline useless for good, if something did."""
         return self._dead
 
+    def check_alive(self) -> None:
+        """Raise what ended this publisher, if something did."""
+        with self._changed:
+            if self._dead is not None:
+                raise self._dead
+
     def told(self, error: BaseException) -> None:
         """Note that somebody who waited was told of `error`: `check` need not raise it as well."""
         with self._changed:
@@ -280,6 +286,7 @@ class Pipeline:
             extra={"version": position.version, "step": manifest.step, "bytes": manifest.totals.bytes},
         )
         with self._changed:
+            self._error = None  # what failed before is made up for
             if self._files is job.capture.label.files:
                 self._files = None
         job.succeed(position)
@@ -294,7 +301,7 @@ class Pipeline:
             self.baseline = Baseline(self._follower.fresh(capture, position))
             return
         if capture.fresh is None:
-            baseline.wait_for_view()
+            baseline.wait_for_view(position.manifest.totals.changed)
         with baseline.gate.changing():  # and so nobody captures, and what waits stays
             waiting = self._waiting
             # A whole state that waits is told from nothing.

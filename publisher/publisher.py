@@ -183,7 +183,8 @@ class Publisher:
         Raises:
             UsageError: the tensors do not cover the last version, or cannot be published; nothing was.
             Corrupt: the tensors changed while they were compared; nothing was published.
-            WeightcastError: what went wrong with an earlier version in the background, once.
+            WeightcastError: an earlier version failed in the background and no later one made up for it; once, and
+                this one was not published.
         """
         label = Label(_step(step), _checked(metadata or {}), _named(files))
         baseline = self._pipeline.baseline if self._pipeline else None
@@ -262,6 +263,7 @@ class Publisher:
                 self._pipeline.wait_idle()
             if self._pipeline is None or self._pipeline.baseline is None:
                 raise NotFound("nothing was published yet, so there is nothing to take a snapshot of")
+            self._pipeline.check_alive()
             snapshots, baseline = self._pipeline.snapshots, self._pipeline.baseline
             snapshots.join(None)
             snapshots.start(baseline.position, baseline)

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightcast.schemas.dtypes import TORCH_NAMES, WIDTHS
 from weightcast.schemas.errors import UsageError
@@ -34,7 +35,7 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(slots=True)
 class Item:
-    """One tensor, ready to be compared. Not changed once made; not frozen, since that doubles the time to make it.
+    """One tensor, ready to be compared. Not changed once handed over; not frozen, since that doubles its cost.
 
     Attributes:
         spec: name, dtype, shape.
@@ -176,8 +177,9 @@ def items(tensors: Tensors, casts: Casts, known: Mapping[str, TensorSpec]) -> It
             yield _of_array(name, cast, stays)
         else:
             # An iterable may write the next tensor over the last one: there, equal addresses mean nothing.
-            identity = identify(tensor) if lasting and isinstance(tensor, torch.Tensor) else None
-            yield _of_tensor(name, cast, stays, identity, known.get(name))
+            item = _of_tensor(name, cast, stays, known.get(name))
+            item.identity = identify(tensor) if lasting and isinstance(tensor, torch.Tensor) else None
+            yield item
 
 
 def _of_array(name: str, array: npt.NDArray[Any], stays: bool) -> Item:
@@ -188,9 +190,12 @@ def _of_array(name: str, array: npt.NDArray[Any], stays: bool) -> Item:
     return Item(spec, plain.ctypes.data if plain.size else 0, plain, stays and plain is array, None)
 
 
-def _of_tensor(
-    name: str, tensor: torch.Tensor, stays: bool, identity: Hashable, known: TensorSpec | None = None
-) -> Item:
+def _of_tensor(name: str, tensor: torch.Tensor, stays: bool, known: TensorSpec | None = None) -> Item:
+    if bool(is_traceable_wrapper_subclass(tensor)):  # bool: nothing is known of its type then
+        raise UsageError(
+            f"tensor {name!r} is a {type(tensor).__name__}, whose bits lie in other tensors",
+            hint="publish plain tensors, for example full_tensor() of each in a generator",
+        )
     if tensor.layout is not torch.strided or tensor.is_meta:
         raise UsageError(
             f"tensor {name!r} is {tensor.layout} on {tensor.device}; only dense tensors with data can be published"
@@ -204,7 +209,7 @@ def _of_tensor(
     )
     if not lasting:
         plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    return Item(spec, plain.data_ptr() if plain.numel() else 0, plain, stays and lasting, identity)
+    return Item(spec, plain.data_ptr() if plain.numel() else 0, plain, stays and lasting, None)
 
 
 class _Identities:
@@ -247,7 +252,7 @@ def recast(item: Item, casts: Casts) -> Item:
         item.spec.shape
     )
     cast = casts(item.spec.name, tensor)
-    return item if cast is tensor else _of_tensor(item.spec.name, cast, False, None)
+    return item if cast is tensor else _of_tensor(item.spec.name, cast, False)
 
 
 def tied(found: Iterable[Item], *preferred: Collection[str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ RESERVED_TENSOR_NAMES: Final = frozenset({"__metadata__"})
 """safetensors keeps these header keys for itself: a file with such a tensor could never be read."""
 
 _KEY_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+@-]{0,254}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightcast.codec import Changes, FlatSpace, Geometry, Memory, gather, scatter
 from weightcast.manifest.chain import Position
@@ -54,10 +55,20 @@ class Tensors:
         self._found: tuple[str, _Homes] | None = None
         self._even = ""  # hash of the layout under which names that repeat a tensor were found equal
         self._lock = threading.RLock()
+        self._still = threading.RLock()
 
     def exclusive(self) -> AbstractContextManager[Any]:
         """See Target. Tensors belong to one process, so a lock will do."""
         return self._lock
+
+    @contextmanager
+    def reading(self) -> Iterator[Mark | None]:
+        """Generate inside this context, and the tensors stay at the version that it gives (None: at none yet).
+
+        A subscriber in another thread fetches and decodes meanwhile; it only waits with writing.
+        """
+        with self._still:
+            yield self._mark
 
     def recover(self) -> None:
         """See Target. What a process left half done is gone with it."""
@@ -72,7 +83,8 @@ class Tensors:
 
     def adopt(self, position: Position, layout: Layout) -> None:
         """See Target."""
-        self._mark = mark_of(position)
+        with self._still:
+            self._mark = mark_of(position)
 
     def tensors(self) -> Layout | None:
         """See Target."""
@@ -104,11 +116,15 @@ class Tensors:
         """See Target."""
         homes = self._homes(geometry.layout)
         self._check_shared(geometry, homes, changes, position)
+        with self._still:
+            self._patch(geometry, homes, changes)
+            self.adopt(position, geometry.layout)
+
+    def _patch(self, geometry: Geometry, homes: _Homes, changes: Mapping[str, Changes]) -> None:
         for copy in range(max(map(len, homes.values()), default=0)):
             present = {name: found[copy] for name, found in homes.items() if copy < len(found)}
             for dtype, found in changes.items():
                 self._write(geometry[dtype], geometry, present, found)
-        self.adopt(position, geometry.layout)
 
     def relay(
         self, before: Geometry, after: Geometry, changes: Mapping[str, Changes], position: Position
@@ -116,11 +132,13 @@ class Tensors:
         """See Target. The tensors themselves must already have the new shapes."""
         kept, homes = set(before.layout.stored), self._homes(after.layout)
         self._check_shared(after, homes, changes, position)
-        for name, found in homes.items():
-            if after.layout[name] not in kept:
-                for home in found:
-                    _bits(home).zero_()
-        self.patch(after, changes, position)
+        with self._still:
+            for name, found in homes.items():
+                if after.layout[name] not in kept:
+                    for home in found:
+                        _bits(home).zero_()
+            self._patch(after, homes, changes)
+            self.adopt(position, after.layout)
 
     def load(self, layout: Layout, weights: Sequence[Path], position: Position) -> None:
         """See Target."""
@@ -132,11 +150,12 @@ class Tensors:
         for first, second in _shared(homes):
             if not np.array_equal(sources[first], sources[second]):
                 raise _not_equal(first, second, position)
-        for name, found in homes.items():
-            source = np.array(sources[name]).view(_SIGNED[layout[name].width])
-            for home in found:
-                _bits(home).copy_(torch.from_numpy(source).reshape(home.shape))
-        self.adopt(position, layout)
+        with self._still:
+            for name, found in homes.items():
+                source = np.array(sources[name]).view(_SIGNED[layout[name].width])
+                for home in found:
+                    _bits(home).copy_(torch.from_numpy(source).reshape(home.shape))
+            self.adopt(position, layout)
 
     def _check_shared(
         self, geometry: Geometry, homes: _Homes, changes: Mapping[str, Changes], position: Position
@@ -253,6 +272,11 @@ def _write_by_index(name: str, tensor: torch.Tensor, positions: Any, values: Any
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    if bool(is_traceable_wrapper_subclass(tensor)):  # bool: nothing is known of its type then
+        raise UsageError(
+            f"tensor {name!r} is a {type(tensor).__name__}, whose bits lie in other tensors",
+            hint="hand over plain tensors, such as its local part's or full_tensor()",
+        )
     dtype = TORCH_NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None or tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise UsageError(

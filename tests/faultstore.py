@@ -64,7 +64,11 @@ class Fault:
 
     def applies(self, operation: str, key: str, after: bool) -> bool:
         """Whether it is this fault's turn. Counts."""
-        if after != self.after or not fnmatchcase(operation, self.operation) or not fnmatchcase(key, self.key):
+        if (
+            after != self.after
+            or not fnmatchcase(operation, self.operation)
+            or not fnmatchcase(key, self.key)
+        ):
             return False
         self.met += 1
         return self.skip < self.met <= self.skip + self.times
@@ -84,7 +88,9 @@ class FaultStore:
         """The inner store's."""
         return self.inner.url
 
-    def on(self, operation: str, key: str, act: Act, *, after: bool = False, skip: int = 0, times: int = 1 << 30) -> Fault:
+    def on(
+        self, operation: str, key: str, act: Act, *, after: bool = False, skip: int = 0, times: int = 1 << 30
+    ) -> Fault:
         """Add a fault; it stays until `heal`."""
         fault = Fault(operation, key, act, after, skip, times)
         self.faults.append(fault)

@@ -68,7 +68,10 @@ def read(store: Store, version: int) -> dict[str, Bits]:
 
 def bits_in(state: State) -> dict[str, Bits]:
     """The bits of a state."""
-    return {s.name: Bits(s.dtype, s.shape, state.memory.tensor(s.tied_to or s.name).tobytes()) for s in state.layout}
+    return {
+        s.name: Bits(s.dtype, s.shape, state.memory.tensor(s.tied_to or s.name).tobytes())
+        for s in state.layout
+    }
 
 
 def walk(store: Store) -> Iterator[tuple[VersionManifest, dict[str, Bits]]]:
@@ -122,7 +125,18 @@ def rows_of(store: Store, manifest: VersionManifest) -> list[Row]:
 def changed_places(store: Store, version: int) -> dict[str, list[int]]:
     """For each tensor that `version` changes, the elements that differ from the version before."""
     before, after = read(store, version - 1), read(store, version)
-    widths = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4, "F32": 4, "I64": 8, "F64": 8, "C64": 8}
+    widths = {
+        "BOOL": 1,
+        "U8": 1,
+        "I8": 1,
+        "F8_E4M3": 1,
+        "F8_E5M2": 1,
+        "I32": 4,
+        "F32": 4,
+        "I64": 8,
+        "F64": 8,
+        "C64": 8,
+    }
     found = {}
     for name, bits in after.items():
         width = widths.get(bits.dtype, 2)

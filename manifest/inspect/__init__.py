@@ -1,7 +1,7 @@
 """Read-only questions about a stream: its log, one version, its state. Values in, values out; nothing is
 printed.
 
-What needs tensors lies in `inspect_changes` and `inspect_verify`, so that these questions start fast.
+What needs tensors lies in `changes` and `verify`, so that these questions start fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each kind of file system does in its own way; `store_fsspec` builds the store's promises on top."""
+"""What each kind of file system does in its own way; `objects` builds the store's promises on top."""
 
 from __future__ import annotations
 

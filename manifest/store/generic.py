@@ -213,6 +213,12 @@ class MemoryBackend(GenericBackend):
         """Pieces in memory."""
         return MemoryUpload(self, path)
 
+    def page(self, root: str, prefix: str, after: str, token: str | None) -> Page:
+        """Of a copy, whose making is atomic: other threads write meanwhile."""
+        start = f"{root}/{prefix}"
+        found = [(path, file) for path, file in self.fs.store.copy().items() if path.startswith(start)]
+        return Page([Entry(path[len(root) + 1 :], int(file.size), file.modified) for path, file in found])
+
     def size(self, path: str) -> int:
         """Without fsspec's search for folders, which looks at every object."""
         try:

@@ -52,7 +52,7 @@ def test_integrations_carry_the_bits(
             assert torch.equal(tensor.view(torch.int16), copy.view(torch.int16)), name
     versions = versions_at(tmp_path / "store")
     assert [v.step for v in versions] == [0, 1, 2, None, 3]  # None: the second publisher took over
-    assert names["version"] == names["position"].version == 4
+    assert names["mark"].version == names["position"].version == 4
     (cast,) = versions_at(tmp_path / "store-cast")
     assert (cast.kind, cast.dense_bytes) == ("snapshot", 64 * 2 + 8)
     assert [v.tensors for v in versions_at(tmp_path / "store-drop")] == [2, 1, 2]

@@ -54,7 +54,11 @@ class Histories(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         """A first version."""
-        self.state = {"a": torch.zeros(300), "b": torch.zeros(70_000, dtype=torch.bfloat16), "c": torch.zeros(())}
+        self.state = {
+            "a": torch.zeros(300),
+            "b": torch.zeros(70_000, dtype=torch.bfloat16),
+            "c": torch.zeros(()),
+        }
         self.open(True)
         self.publish()
 
@@ -94,7 +98,12 @@ class Histories(RuleBasedStateMachine):
             self.state[name] = torch.where(chosen, fresh, tensor)
         self.publish(wait=wait)
 
-    @rule(seed=st.integers(0, 1 << 30), wait=st.booleans(), shape=st.sampled_from(_SHAPES), dtype=st.sampled_from(_DTYPES))
+    @rule(
+        seed=st.integers(0, 1 << 30),
+        wait=st.booleans(),
+        shape=st.sampled_from(_SHAPES),
+        dtype=st.sampled_from(_DTYPES),
+    )
     def reshape(self, seed: int, wait: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """A tensor is added, or gets another shape or dtype."""
         self.state["abcdef"[seed % 6]] = random_tensor(seed, shape, dtype)
@@ -125,7 +134,11 @@ class Histories(RuleBasedStateMachine):
         """The trainer went back to older weights, of the tensors that it still has."""
         old = self.published[which % len(self.published)]
         for name, tensor in self.state.items():
-            if name in old and (old[name].shape, len(old[name].data)) == (tuple(tensor.shape), tensor.nbytes) and tensor.numel():
+            if (
+                name in old
+                and (old[name].shape, len(old[name].data)) == (tuple(tensor.shape), tensor.nbytes)
+                and tensor.numel()
+            ):
                 raw = torch.frombuffer(bytearray(old[name].data), dtype=torch.uint8)
                 self.state[name] = raw.view(tensor.dtype).reshape(tensor.shape)
         self.publish(wait=wait)

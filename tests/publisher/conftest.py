@@ -29,7 +29,9 @@ def publisher_at(store: FaultStore) -> Iterator[Callable[..., Publisher]]:
 
     def make(*, fence: bool = True, resume: bool = True, at: Any = None, **settings: Any) -> Publisher:
         settings = {"threads": 2, **settings}
-        publisher = Publisher("", PublisherSettings(**settings), store=at or store, fence=fence, resume=resume)
+        publisher = Publisher(
+            "", PublisherSettings(**settings), store=at or store, fence=fence, resume=resume
+        )
         opened.append(publisher)
         return publisher
 

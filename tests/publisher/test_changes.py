@@ -34,7 +34,9 @@ def test_b001_a_sign_flip_of_zero_is_a_change(store: FaultStore, publisher: Publ
     assert read(store, 1)["w"].data == bytes.fromhex("00 80 00 00 80 3F 00 00")
 
 
-def test_b002_an_equal_nan_is_no_change_and_another_payload_is(store: FaultStore, publisher: Publisher) -> None:
+def test_b002_an_equal_nan_is_no_change_and_another_payload_is(
+    store: FaultStore, publisher: Publisher
+) -> None:
     publisher.publish({"w": bf16(0x7FC0, 0x3F80, 0x7FC0)}).wait()
     assert publisher.publish({"w": bf16(0x7FC0, 0x3F80, 0x7FC0)}).wait().totals.changed == 0
     assert publisher.publish({"w": bf16(0x7FC0, 0x3F80, 0x7FC1)}).wait().totals.changed == 1
@@ -46,7 +48,9 @@ def test_b004_nan_among_changes_and_integers_beside_them(store: FaultStore, publ
     publisher.publish({"w": bf16(0x3F80, 0x3F80, 0x4000, 0x0001), "i": torch.tensor([5, 5, 5])}).wait()
     publisher.publish({"w": bf16(0x3F80, 0x7FC0, 0x4000, 0x0001), "i": torch.tensor([6, 5, 5])}).wait()
     assert changed_places(store, 1) == {"w": [1], "i": [0]}
-    assert_version(store, 1, copy_of({"w": bf16(0x3F80, 0x7FC0, 0x4000, 0x0001), "i": torch.tensor([6, 5, 5])}))
+    assert_version(
+        store, 1, copy_of({"w": bf16(0x3F80, 0x7FC0, 0x4000, 0x0001), "i": torch.tensor([6, 5, 5])})
+    )
 
 
 def test_b006_changes_that_keep_the_low_byte(store: FaultStore, publisher: Publisher) -> None:
@@ -94,7 +98,9 @@ def test_b052_an_added_tensor_comes_whole(store: FaultStore, publisher: Publishe
     assert sorted(read(store, 0)) == ["w"]
 
 
-def test_b053_one_removed_and_another_added_with_the_same_bytes(store: FaultStore, publisher: Publisher) -> None:
+def test_b053_one_removed_and_another_added_with_the_same_bytes(
+    store: FaultStore, publisher: Publisher
+) -> None:
     head, trunk = torch.randn(6, 2), torch.randn(4)
     publisher.publish({"trunk": trunk, "value_head.weight": head}).wait()
     with pytest.raises(UsageError, match=r"'value_head\.weight'"):
@@ -118,7 +124,9 @@ def test_b054_a_tied_vocabulary_grows(store: FaultStore, publisher: Publisher) -
 
 def test_a_tensor_that_changes_its_dtype(store: FaultStore, publisher: Publisher) -> None:
     w = torch.randn(64)
-    for version, state in enumerate([{"w": w, "x": w}, {"w": w.bfloat16(), "x": w}, {"w": w.double(), "x": w}]):
+    for version, state in enumerate(
+        [{"w": w, "x": w}, {"w": w.bfloat16(), "x": w}, {"w": w.double(), "x": w}]
+    ):
         publisher.publish(state).wait()
         assert_version(store, version, copy_of(state))
 
@@ -136,7 +144,9 @@ def test_b057_frozen_tensors_are_looked_at_every_time(store: FaultStore, publish
     assert changed_places(store, 6)["vision.w"] == [6]
 
 
-def test_b059_a_step_without_change_is_a_version_without_shards(store: FaultStore, publisher: Publisher) -> None:
+def test_b059_a_step_without_change_is_a_version_without_shards(
+    store: FaultStore, publisher: Publisher
+) -> None:
     state = {"w": torch.randn(100)}
     publisher.publish(state, step=1).wait()
     before = objects_in(store)
@@ -148,7 +158,9 @@ def test_b059_a_step_without_change_is_a_version_without_shards(store: FaultStor
 
 
 @pytest.mark.parametrize("changed", [0, 1, 10_000, 50_000, 100_000])
-def test_b061_no_density_costs_more_than_the_raw_tensor(store: FaultStore, publisher: Publisher, changed: int) -> None:
+def test_b061_no_density_costs_more_than_the_raw_tensor(
+    store: FaultStore, publisher: Publisher, changed: int
+) -> None:
     generator = torch.Generator().manual_seed(changed)
     raw = torch.randint(-(1 << 15), 1 << 15, (100_000,), generator=generator).to(torch.int16)
     publisher.publish({"w": raw.view(torch.bfloat16)}).wait()
@@ -156,25 +168,33 @@ def test_b061_no_density_costs_more_than_the_raw_tensor(store: FaultStore, publi
     raw[places] ^= torch.randint(1, 1 << 15, (changed,), generator=generator).to(torch.int16)
     publisher.publish({"w": raw.view(torch.bfloat16)}).wait()
     assert_version(store, 1, copy_of({"w": raw.view(torch.bfloat16)}))
-    published = sum(n for k, n in objects_in(store).items() if "000000000001" in k and not k.startswith("snapshots"))
+    published = sum(
+        n for k, n in objects_in(store).items() if "000000000001" in k and not k.startswith("snapshots")
+    )
     assert published <= 200_000 * 1.05 + 8192
     assert changed > 1 or published < 8192
 
 
 def test_b062_each_tensor_gets_the_form_that_suits_it(store: FaultStore, publisher: Publisher) -> None:
     generator = torch.Generator().manual_seed(3)
-    a, b, c = (torch.randint(-(1 << 15), 1 << 15, (100_000,), generator=generator).to(torch.int16) for _ in range(3))
+    a, b, c = (
+        torch.randint(-(1 << 15), 1 << 15, (100_000,), generator=generator).to(torch.int16) for _ in range(3)
+    )
     state = {name: t.view(torch.bfloat16) for name, t in [("A", a), ("B", b), ("C", c)]}
     publisher.publish(state).wait()
     a[77] ^= 1
     b ^= torch.randint(1, 1 << 15, (100_000,), generator=generator).to(torch.int16)
     publisher.publish(state).wait()
     assert_version(store, 1, copy_of(state))
-    published = sum(n for k, n in objects_in(store).items() if "000000000001" in k and not k.startswith("snapshots"))
+    published = sum(
+        n for k, n in objects_in(store).items() if "000000000001" in k and not k.startswith("snapshots")
+    )
     assert published <= 200_000 * 1.05 + 8192
 
 
-def test_b063_a_periodic_snapshot_has_every_tensor(store: FaultStore, publisher_at: Callable[..., Publisher]) -> None:
+def test_b063_a_periodic_snapshot_has_every_tensor(
+    store: FaultStore, publisher_at: Callable[..., Publisher]
+) -> None:
     publisher = publisher_at(snapshot_every=3)
     state = {"embed.w": torch.randn(50), "w": torch.randn(50)}
     for _ in range(4):
@@ -204,7 +224,9 @@ def test_b065_the_label_is_of_the_step_whose_bytes_they_are(store: FaultStore, p
         assert manifest.metadata == ({"loss": step} if step > 99 else {})
 
 
-def test_b074_a_trainer_that_never_waits_never_mixes_two_steps(store: FaultStore, publisher: Publisher) -> None:
+def test_b074_a_trainer_that_never_waits_never_mixes_two_steps(
+    store: FaultStore, publisher: Publisher
+) -> None:
     a, b = torch.zeros(1 << 19, dtype=torch.bfloat16), torch.zeros(1 << 19, dtype=torch.bfloat16)
     for step in range(60):
         a.fill_(step)
@@ -262,12 +284,25 @@ def test_a_mapping_that_fails_half_way_leaves_nothing_behind(store: FaultStore, 
     assert changed_places(store, 1) == {"b": list(range(1 << 17))}
 
 
-def test_what_a_version_says_about_itself_is_checked_before_it_is_published(store: FaultStore, publisher: Publisher) -> None:
+def test_what_a_version_says_about_itself_is_checked_before_it_is_published(
+    store: FaultStore, publisher: Publisher
+) -> None:
     w = {"w": torch.zeros(2)}
-    for bad in [{"metadata": {"x": float("nan")}}, {"metadata": {"x": object()}}, {"metadata": {"x": "y" * 70_000}}, {"step": "ten"}]:
+    for bad in [
+        {"metadata": {"x": float("nan")}},
+        {"metadata": {"x": object()}},
+        {"metadata": {"x": "y" * 70_000}},
+        {"step": "ten"},
+    ]:
         with pytest.raises(UsageError):
             publisher.publish(w, **bad)
-    for name in ("../x", "manifest.json", "model.safetensors.index.json", "model-00001-of-00001.safetensors", ""):
+    for name in (
+        "../x",
+        "manifest.json",
+        "model.safetensors.index.json",
+        "model-00001-of-00001.safetensors",
+        "",
+    ):
         with pytest.raises(UsageError, match="companion file"):
             publisher.publish(w, files={name: b""})
     manifest = publisher.publish(w, step=torch.tensor(3), metadata={"α": [1, {"b": None}]}).wait()

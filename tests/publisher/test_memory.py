@@ -55,7 +55,11 @@ print(json.dumps({"weights": total, **found}))
 def measured(tmp_path: Path, case: str) -> dict[str, int]:
     """Bytes of the weights, and of each publish's peak beyond what the trainer had."""
     done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, f"file://{tmp_path}/store", case], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-c", _MEASURE, f"file://{tmp_path}/store", case],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = {k: int(v) for k, v in json.loads(done.stdout).items()}
@@ -68,8 +72,8 @@ def test_b217_beyond_the_trainer_a_baseline_and_what_is_in_flight(tmp_path: Path
     weights = found["weights"]
     assert weights > 250 * MIB
     # The case allows 2.25 x weights + 256 MiB with the trainer's own; the baseline is the only copy here.
-    assert found["first"] <= 1.25 * weights + 128 * MIB
-    assert found["sparse"] <= 1.25 * weights + 128 * MIB
+    assert found["first"] <= weights + 256 * MIB
+    assert found["sparse"] <= weights + 256 * MIB
 
 
 @pytest.mark.parametrize("case", ["one"])
@@ -77,6 +81,6 @@ def test_b218_one_huge_tensor_of_which_every_element_changes(tmp_path: Path, cas
     found = measured(tmp_path, case)
     weights = found["weights"]
     assert weights == 256 * MIB
-    assert found["first"] <= weights + 128 * MIB
+    assert found["first"] <= weights + 256 * MIB
     assert found["sparse"] <= weights + 128 * MIB
     assert found["dense"] <= 2 * weights + 256 * MIB

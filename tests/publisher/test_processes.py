@@ -70,7 +70,11 @@ class Nursery:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.publisher.trainer"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.publisher.trainer"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def ask(self, **request: object) -> int:
@@ -110,7 +114,11 @@ def spawn(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
 
 def committed(lines: list[str]) -> dict[int, int]:
     """Version -> step, as the trainer was told."""
-    return {int(v): int(k) for word, v, k in (line.split() for line in lines if line.startswith("committed")) if word}
+    return {
+        int(v): int(k)
+        for word, v, k in (line.split() for line in lines if line.startswith("committed"))
+        if word
+    }
 
 
 def assert_steps(store: Store) -> dict[int, int | None]:
@@ -124,7 +132,9 @@ def assert_steps(store: Store) -> dict[int, int | None]:
     return steps
 
 
-KILLS = [("local", f"P{n}") for n in range(1, 9)] + [("seaweedfs", point) for point in ("P1", "P2", "P3", "P5", "P7", "P8")]
+KILLS = [("local", f"P{n}") for n in range(1, 9)] + [
+    ("seaweedfs", point) for point in ("P1", "P2", "P3", "P5", "P7", "P8")
+]
 """P4, a manifest under a temporary name, is of local stores alone; to a client of S3, P6 is P5."""
 
 
@@ -198,12 +208,18 @@ def test_b082_one_hundred_versions_are_won_by_one_of_two(
 
 @pytest.mark.parametrize("host", ["file", "127.0.0.1", "localhost"])
 def test_b100b_a_trainer_that_returns_from_main_has_its_versions_committed(
-    host: str, request: pytest.FixtureRequest, local_url: str, spawn: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+    host: str,
+    request: pytest.FixtureRequest,
+    local_url: str,
+    spawn: Callable[..., Trainer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = local_url
     if host != "file":
         url = request.getfixturevalue("s3_url")
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", os.environ["AWS_ENDPOINT_URL_S3"].replace("127.0.0.1", host))
+        monkeypatch.setenv(
+            "AWS_ENDPOINT_URL_S3", os.environ["AWS_ENDPOINT_URL_S3"].replace("127.0.0.1", host)
+        )
     code, _, err = spawn(url, "leave", 1.5).outcome()
     assert (code, err) == (0, "")
     store = open_store(url)
@@ -219,9 +235,7 @@ def test_b100a_a_failure_in_the_background_ends_the_process_with_an_error(
     assert assert_steps(open_store(local_url)) == {0: 0}
 
 
-def test_b221_a_fork_has_to_open_a_publisher_of_its_own(
-    url: str, spawn: Callable[..., Trainer]
-) -> None:
+def test_b221_a_fork_has_to_open_a_publisher_of_its_own(url: str, spawn: Callable[..., Trainer]) -> None:
     code, lines, err = spawn(url, "fork").outcome()
     assert code == 0, err
     # The child's own publisher takes the stream over (fence 2, state 2 as 3), so the parent's next commit conflicts.

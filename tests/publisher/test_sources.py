@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from torch import nn
 
 from weightcast.publisher import Publisher
@@ -45,7 +46,9 @@ def test_b013_every_second_column_of_a_wider_buffer(store: FaultStore, publisher
 
 
 @pytest.mark.parametrize("elements", [6, 1 << 18])
-def test_b014_fortran_order_is_published_in_c_order(store: FaultStore, publisher: Publisher, elements: int) -> None:
+def test_b014_fortran_order_is_published_in_c_order(
+    store: FaultStore, publisher: Publisher, elements: int
+) -> None:
     plain = np.arange(elements, dtype=np.int32).reshape(2, -1)
     publisher.publish({"w": np.asfortranarray(plain)}).wait()
     assert read(store, 0)["w"] == Bits("I32", plain.shape, plain.tobytes())
@@ -56,9 +59,13 @@ def test_b014_fortran_order_is_published_in_c_order(store: FaultStore, publisher
     assert changed_places(store, 1) == {"w": [elements // 2]}
 
 
-def test_big_endian_arrays_keep_their_values_in_little_endian(store: FaultStore, publisher: Publisher) -> None:
+def test_big_endian_arrays_keep_their_values_in_little_endian(
+    store: FaultStore, publisher: Publisher
+) -> None:
     values = np.array([1, 0x01020304, -5])
-    publisher.publish({"i": values.astype(">i4"), "f": np.array([1.5], ">f8"), "h": np.array([-0.0], ">f2")}).wait()
+    publisher.publish(
+        {"i": values.astype(">i4"), "f": np.array([1.5], ">f8"), "h": np.array([-0.0], ">f2")}
+    ).wait()
     found = read(store, 0)
     assert found["i"] == Bits("I32", (3,), values.astype("<i4").tobytes())
     assert found["f"].data == np.array([1.5], "<f8").tobytes()
@@ -103,11 +110,15 @@ def test_b018_a_zero_dimension_may_grow_and_shrink(store: FaultStore, publisher:
         publisher.publish({"p": torch.ones(shape), "w": torch.ones(2, dtype=torch.int8)}).wait()
     assert [m.totals.changed for m in chain_of(store)] == [0, 0, 16, 0]
     for version, shape in enumerate(shapes):
-        assert_version(store, version, copy_of({"p": torch.ones(shape), "w": torch.ones(2, dtype=torch.int8)}))
+        assert_version(
+            store, version, copy_of({"p": torch.ones(shape), "w": torch.ones(2, dtype=torch.int8)})
+        )
 
 
 @pytest.mark.parametrize("base", [(64, 64), (64,)])
-def test_b019_placeholders_are_refused_by_name(store: FaultStore, publisher: Publisher, base: tuple[int, ...]) -> None:
+def test_b019_placeholders_are_refused_by_name(
+    store: FaultStore, publisher: Publisher, base: tuple[int, ...]
+) -> None:
     state = {f"p{i}": torch.randn(base) for i in range(10)}
     publisher.publish(state).wait()
     holes = {**state, "p2": torch.zeros(0), "p5": torch.zeros(0), "p7": torch.zeros(0)}
@@ -144,7 +155,9 @@ def test_b022_a_tied_head_follows_whichever_way_it_is_named(store: FaultStore, p
         assert_version(store, version, copy_of(dict.fromkeys(names, model.lm_head.weight)))
 
 
-def test_b022_named_parameters_first_and_the_second_name_later(store: FaultStore, publisher: Publisher) -> None:
+def test_b022_named_parameters_first_and_the_second_name_later(
+    store: FaultStore, publisher: Publisher
+) -> None:
     model = Tied()
     publisher.publish(model.named_parameters()).wait()
     manifest = publisher.publish(model.state_dict()).wait()
@@ -163,7 +176,9 @@ def test_the_embedding_keeps_the_bytes_of_a_tied_head(store: FaultStore, publish
 
 @pytest.mark.parametrize("elements", [32, 1 << 17])
 @pytest.mark.parametrize("strided", [False, True])
-def test_tied_later_and_untied_again(store: FaultStore, publisher_at: Callable[..., Publisher], elements: int, strided: bool) -> None:
+def test_tied_later_and_untied_again(
+    store: FaultStore, publisher_at: Callable[..., Publisher], elements: int, strided: bool
+) -> None:
     publisher = publisher_at()
 
     def tensor(value: int) -> torch.Tensor:
@@ -171,7 +186,13 @@ def test_tied_later_and_untied_again(store: FaultStore, publisher_at: Callable[.
         return whole[:, 0] if strided else whole[:, 0].contiguous()
 
     one, two = tensor(1), tensor(2)
-    states = [{"b": one, "a": two}, {"b": one, "a": one}, {"b": one, "a": one}, {"b": two, "a": one}, {"a": two, "b": two}]
+    states = [
+        {"b": one, "a": two},
+        {"b": one, "a": one},
+        {"b": one, "a": one},
+        {"b": two, "a": one},
+        {"a": two, "b": two},
+    ]
     for version, state in enumerate(states):
         assert publisher.publish(state).wait().version == version
     for version, state in enumerate(states):
@@ -179,7 +200,9 @@ def test_tied_later_and_untied_again(store: FaultStore, publisher_at: Callable[.
     assert chain_of(store)[2].totals.bytes == 0  # still tied: nothing moved
 
 
-def test_a_cast_of_one_of_two_tied_names_tells_them_apart(store: FaultStore, publisher_at: Callable[..., Publisher]) -> None:
+def test_a_cast_of_one_of_two_tied_names_tells_them_apart(
+    store: FaultStore, publisher_at: Callable[..., Publisher]
+) -> None:
     publisher = publisher_at(cast={"head": "bfloat16"})
     w = torch.randn(300)
     for k in range(2):
@@ -198,7 +221,12 @@ def test_lazy_views_of_one_memory_are_not_tied(store: FaultStore, publisher: Pub
     publisher.publish(state).wait()
     for version, first in enumerate([1 + 2j, 5 + 6j]):
         plain = torch.tensor([first, 3 - 4j])
-        expected = {"z": plain, "conj": torch.conj_physical(plain), "imag": plain.imag.clone(), "neg": -plain.imag}
+        expected = {
+            "z": plain,
+            "conj": torch.conj_physical(plain),
+            "imag": plain.imag.clone(),
+            "neg": -plain.imag,
+        }
         assert_version(store, version, copy_of(expected))
 
 
@@ -222,14 +250,20 @@ class Gathered(Mapping[str, torch.Tensor]):
 
 
 @pytest.mark.parametrize("elements", [500, 1 << 17])
-def test_tensors_that_take_turns_in_one_place_are_not_tied(store: FaultStore, publisher: Publisher, elements: int) -> None:
+def test_tensors_that_take_turns_in_one_place_are_not_tied(
+    store: FaultStore, publisher: Publisher, elements: int
+) -> None:
     reused = False
     for version in range(3):
         values = {f"w{i}": 10 * version + i for i in range(8)}
         source = Gathered(values, elements)
         publisher.publish(source).wait()
         reused = reused or len(set(source.addresses)) < len(source.addresses)
-        assert_version(store, version, copy_of({n: torch.full((elements,), v, dtype=torch.int32) for n, v in values.items()}))
+        assert_version(
+            store,
+            version,
+            copy_of({n: torch.full((elements,), v, dtype=torch.int32) for n, v in values.items()}),
+        )
     assert reused  # or this test shows nothing
 
 
@@ -254,7 +288,9 @@ def test_b027_an_expanded_tensor_has_all_its_elements(store: FaultStore, publish
 
 
 @pytest.mark.parametrize("elements", [100, 70_000, 300_000])
-def test_b028_a_generator_that_overwrites_what_it_gave(store: FaultStore, publisher: Publisher, elements: int) -> None:
+def test_b028_a_generator_that_overwrites_what_it_gave(
+    store: FaultStore, publisher: Publisher, elements: int
+) -> None:
     def overwriting(seed: int, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         for i in range(3):
             buffer.copy_(torch.full((elements,), seed + i).bfloat16())
@@ -263,7 +299,9 @@ def test_b028_a_generator_that_overwrites_what_it_gave(store: FaultStore, publis
 
     for version, seed in enumerate([10, 20]):
         publisher.publish(overwriting(seed, torch.zeros(elements).bfloat16())).wait()
-        assert_version(store, version, copy_of({f"w{i}": torch.full((elements,), seed + i).bfloat16() for i in range(3)}))
+        assert_version(
+            store, version, copy_of({f"w{i}": torch.full((elements,), seed + i).bfloat16() for i in range(3)})
+        )
 
 
 def test_b030_wrapper_parts_of_names_are_removed(store: FaultStore, publisher: Publisher) -> None:
@@ -285,7 +323,9 @@ def test_b032_two_names_that_become_one_are_refused(store: FaultStore, publisher
 
 
 @pytest.mark.parametrize("elements", [4, 70_000])
-def test_b039_a_name_that_comes_twice_is_refused(store: FaultStore, publisher: Publisher, elements: int) -> None:
+def test_b039_a_name_that_comes_twice_is_refused(
+    store: FaultStore, publisher: Publisher, elements: int
+) -> None:
     one, two = torch.zeros(elements), torch.ones(elements)
     with pytest.raises(UsageError, match="'norm.weight'"):
         publisher.publish([("norm.weight", one), ("norm.weight", two)])
@@ -303,23 +343,31 @@ def test_b033_a_hundred_thousand_small_tensors(store: FaultStore, publisher: Pub
     start = time.process_time()
     manifest = publisher.publish(state).wait()
     took = time.process_time() - start
-    assert took < 20, f"{took:.1f} s of processor time"  # 2 s on idle cores; this only catches another order of growth
+    assert took < 20, (
+        f"{took:.1f} s of processor time"
+    )  # 2 s on idle cores; this only catches another order of growth
     assert (manifest.totals.changed, len(manifest.shards)) == (1, 1)
     state_1 = state_at(store, 1)
     space = state_1.geometry["BF16"]
     assert len(space.names) == 100_000
-    assert np.flatnonzero(state_1.memory.flat("BF16")).tolist() == [space.starts[space.index["layers.061728.weight"]] + 1]
+    assert np.flatnonzero(state_1.memory.flat("BF16")).tolist() == [
+        space.starts[space.index["layers.061728.weight"]] + 1
+    ]
     assert len(store.inner.get("versions/000000000001.json", max_bytes=1 << 20)) <= 64 << 10
 
 
-def test_b033_names_too_long_for_a_header_are_refused_before_upload(store: FaultStore, publisher: Publisher) -> None:
+def test_b033_names_too_long_for_a_header_are_refused_before_upload(
+    store: FaultStore, publisher: Publisher
+) -> None:
     state = {f"{i:05d}" + "x" * 6000: torch.zeros(1) for i in range(200)}
     with pytest.raises(UsageError, match="has 6005 bytes, at most 1024"):
         publisher.publish(state)
     assert not [k for k in objects_in(store) if k.startswith(("layouts", "data", "versions", "snapshots"))]
 
 
-def test_b035_long_and_odd_names_round_trip_or_are_refused_quoted(store: FaultStore, publisher: Publisher) -> None:
+def test_b035_long_and_odd_names_round_trip_or_are_refused_quoted(
+    store: FaultStore, publisher: Publisher
+) -> None:
     names = ["a" * 300, "重" * 200, "a/b/c", "..", "é.重み", "with space", "new\nline", "\x1b[31m"]
     state = {name: torch.full((3,), float(i)) for i, name in enumerate(names)}
     publisher.publish(state).wait()
@@ -334,7 +382,9 @@ def test_b035_long_and_odd_names_round_trip_or_are_refused_quoted(store: FaultSt
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_b038_the_reserved_name_is_refused_before_upload(store: FaultStore, publisher: Publisher, first: bool) -> None:
+def test_b038_the_reserved_name_is_refused_before_upload(
+    store: FaultStore, publisher: Publisher, first: bool
+) -> None:
     if not first:
         publisher.publish({"w": torch.ones(2)}).wait()
     before = objects_in(store)
@@ -358,7 +408,9 @@ def test_b040_fp8_changes_and_nans(store: FaultStore, publisher: Publisher) -> N
     assert found["five"] == Bits("F8_E5M2", (16,), five.numpy().tobytes())
 
 
-def test_b042_what_is_not_asked_to_be_cast_keeps_its_dtype(store: FaultStore, publisher_at: Callable[..., Publisher]) -> None:
+def test_b042_what_is_not_asked_to_be_cast_keeps_its_dtype(
+    store: FaultStore, publisher_at: Callable[..., Publisher]
+) -> None:
     publisher = publisher_at(cast={"*.weight": "bfloat16"})
     bias = torch.linspace(6.8, 7.1, 256)
     state = {"gate.e_score_correction_bias": bias, "gate.weight": bias.clone()}
@@ -370,7 +422,10 @@ def test_b042_what_is_not_asked_to_be_cast_keeps_its_dtype(store: FaultStore, pu
 
 
 def test_b046_packed_int4_is_what_it_is(store: FaultStore, publisher: Publisher) -> None:
-    packed, words32 = torch.full((4, 8), 0x21, dtype=torch.uint8), torch.arange(16, dtype=torch.int32).reshape(8, 2)
+    packed, words32 = (
+        torch.full((4, 8), 0x21, dtype=torch.uint8),
+        torch.arange(16, dtype=torch.int32).reshape(8, 2),
+    )
     publisher.publish({"q": packed, "w": words32}).wait()
     packed.view(-1)[5], words32[3, 1] = 0x2F, words32[3, 1] ^ (1 << 30)
     publisher.publish({"q": packed, "w": words32}).wait()
@@ -413,11 +468,23 @@ def test_every_dtype_and_layout_of_memory(store: FaultStore, publisher: Publishe
         found: dict[str, torch.Tensor] = {}
         for dtype in dtypes:
             width = torch.empty(0, dtype=dtype).element_size()
-            raw = torch.randint(0, 2 if dtype is torch.bool else 256, (40, 30 * width), dtype=torch.uint8).view(dtype)
+            raw = torch.randint(
+                0, 2 if dtype is torch.bool else 256, (40, 30 * width), dtype=torch.uint8
+            ).view(dtype)
             kind = str(dtype)
-            found |= {kind: raw, f"{kind}.t": raw.t(), f"{kind}.strided": raw[3::2, ::3], f"{kind}.scalar": raw[0, 0]}
+            found |= {
+                kind: raw,
+                f"{kind}.t": raw.t(),
+                f"{kind}.strided": raw[3::2, ::3],
+                f"{kind}.scalar": raw[0, 0],
+            }
         z = found["torch.complex64"]
-        return found | {"conj": z.conj(), "neg": z.conj().imag, "flipped": z.real.flip(0), "sliced": z[:, 5:9]}
+        return found | {
+            "conj": z.conj(),
+            "neg": z.conj().imag,
+            "flipped": z.real.flip(0),
+            "sliced": z[:, 5:9],
+        }
 
     for version in range(3):
         tensors = state()
@@ -426,9 +493,13 @@ def test_every_dtype_and_layout_of_memory(store: FaultStore, publisher: Publishe
 
 
 @pytest.mark.parametrize("repeat", [1, 300, 20_000])
-def test_b009_casts_round_to_nearest_even(store: FaultStore, publisher_at: Callable[..., Publisher], repeat: int) -> None:
+def test_b009_casts_round_to_nearest_even(
+    store: FaultStore, publisher_at: Callable[..., Publisher], repeat: int
+) -> None:
     publisher = publisher_at(cast={"*": "bfloat16"})
-    source = f32(0x402DF854, 0xBDCCCCCD, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x00008000, 0x00018000, 0x80000000)
+    source = f32(
+        0x402DF854, 0xBDCCCCCD, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x00008000, 0x00018000, 0x80000000
+    )
     wanted = [0x402E, 0xBDCD, 0x3F80, 0x3F82, 0x7F80, 0x0000, 0x0002, 0x8000]
     publisher.publish({"w": source.repeat(repeat), "n": source.repeat(repeat).numpy()}).wait()
     found = read(store, 0)
@@ -438,7 +509,9 @@ def test_b009_casts_round_to_nearest_even(store: FaultStore, publisher_at: Calla
 
 @pytest.mark.parametrize("repeat", [1, 400, 30_000])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_b010_a_nan_stays_a_nan(store: FaultStore, publisher_at: Callable[..., Publisher], repeat: int, dtype: str) -> None:
+def test_b010_a_nan_stays_a_nan(
+    store: FaultStore, publisher_at: Callable[..., Publisher], repeat: int, dtype: str
+) -> None:
     source = f32(0x7F800001, 0xFF800001, 0x7FBFFFFF, 0x3F800000).repeat(repeat)
     publisher_at(cast={"*": dtype}).publish({"w": source}).wait()
     mask = 0x7F80 if dtype == "bfloat16" else 0x7C00
@@ -471,3 +544,11 @@ def test_what_is_no_tensor_is_refused(store: FaultStore, publisher: Publisher) -
     with pytest.raises(UsageError, match="no tensor to publish"):
         publisher.publish({})
     assert not [k for k in objects_in(store) if k.startswith("versions")]
+
+
+def test_tensors_that_wrap_others_are_refused(publisher: Publisher) -> None:
+    """The bits of a DTensor and its like are not where its address says."""
+    wrapped = TwoTensor(torch.zeros(4), torch.ones(4))
+    with pytest.raises(UsageError, match="TwoTensor, whose bits lie in other tensors"):
+        publisher.publish({"w": wrapped})
+    assert publisher.version is None

@@ -38,7 +38,9 @@ def state(k: int) -> dict[str, torch.Tensor]:
     """What the trainer has after step k: three shards' worth of changes from one step to the next."""
     generator = torch.Generator().manual_seed(1000 + k)
     return {
-        "w": torch.randint(-(1 << 15), 1 << 15, (3 << 16,), generator=generator).to(torch.int16).view(torch.bfloat16),
+        "w": torch.randint(-(1 << 15), 1 << 15, (3 << 16,), generator=generator)
+        .to(torch.int16)
+        .view(torch.bfloat16),
         "step": torch.tensor(k),
         "bias": torch.full((17,), float(k)),
     }
