@@ -59,7 +59,9 @@ def checkpoints(tmp_path: Path) -> Path:
     for step in (10, 20, 30):
         folder = tmp_path / "checkpoints" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
-        save_file({"w": torch.full((64, 64), float(step), dtype=torch.bfloat16)}, folder / "model.safetensors")
+        save_file(
+            {"w": torch.full((64, 64), float(step), dtype=torch.bfloat16)}, folder / "model.safetensors"
+        )
         (folder / "config.json").write_text("{}")
     return tmp_path / "checkpoints"
 
@@ -75,7 +77,9 @@ def run(line: str, cwd: Path, environment: dict[str, str]) -> str:
     timer.start()
     out, err = process.communicate(timeout=110)
     timer.cancel()
-    assert process.returncode in ((0, 143) if sidecar else (0,)), f"{line}: {process.returncode}\n{out}\n{err}"
+    assert process.returncode in ((0, 143) if sidecar else (0,)), (
+        f"{line}: {process.returncode}\n{out}\n{err}"
+    )
     assert "Traceback" not in err, err
     return out
 

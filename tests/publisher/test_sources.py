@@ -327,7 +327,7 @@ def test_b039_a_name_that_comes_twice_is_refused(
     store: FaultStore, publisher: Publisher, elements: int
 ) -> None:
     one, two = torch.zeros(elements), torch.ones(elements)
-    with pytest.raises(UsageError, match="'norm.weight'"):
+    with pytest.raises(UsageError, match=r"'norm\.weight'"):
         publisher.publish([("norm.weight", one), ("norm.weight", two)])
     publisher.publish({"norm.weight": one}).wait()
     with pytest.raises(UsageError, match=r"'norm\.weight' comes twice"):
