@@ -148,7 +148,7 @@ class View:
 
     @contextmanager
     def noting(self) -> Iterator[Callable[[Changes], None]]:
-        """Takes the old bits that one version overwrites; the first note of an element counts. Inside `gate.changing()`."""
+        """Takes the old bits that one version overwrites; the first note of an element counts."""
         noted: dict[str, list[Changes]] = {}
         yield lambda old: noted.setdefault(old.dtype, []).append(old)
         for dtype, parts in noted.items():

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import pytest
 import torch
-from torch.testing._internal.two_tensor import TwoTensor
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from weightcast.publisher import Publisher
 from weightcast.schemas.errors import UsageError
