@@ -96,7 +96,7 @@ def checkout(tmp_path: Path, packages: dict[str, str]) -> Path:
 def copy_checkout(target: Path, folders: Iterable[str]) -> Path:
     target.mkdir()
     junk = shutil.ignore_patterns("__pycache__", ".*")
-    for folder in {*folders, "tests", "docs", "deploy", "examples"}:
+    for folder in {*(f.split("/")[0] for f in folders), "tests", "docs", "deploy", "examples"}:
         if (ROOT / folder).is_dir():
             shutil.copytree(ROOT / folder, target / folder, ignore=junk)
     for file in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt", "Makefile"):

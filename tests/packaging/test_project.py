@@ -49,7 +49,7 @@ def _is_ours(path: Path) -> bool:
 def test_make_installs_and_tests_what_pyproject_lists(packages: dict[str, str]) -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     (line,) = re.findall(r"^PACKAGES := (.*)$", makefile, re.MULTILINE)
-    assert sorted(line.split()) == sorted(packages.values())
+    assert set(line.split()) == {folder.split("/")[0] for folder in packages.values()}
 
 
 def test_make_help_names_the_targets() -> None:
