@@ -188,7 +188,7 @@ def _publish_one(
 def _publish(
     publisher: Publisher, checkpoint: Checkpoint, step: int | None, request: Request
 ) -> VersionManifest:
-    from weightcast.publisher.capture import Label
+    from weightcast.publisher.label import Label
     from weightcast.publisher.sources import Casts, recast
 
     casts = Casts(publisher.settings.cast)

@@ -3,6 +3,7 @@
 from weightcast.manifest.store import StoreSettings, open_store
 from weightcast.schemas.settings import PublisherSettings
 
-from .publisher import PendingVersion, Publisher
+from .job import PendingVersion
+from .publisher import Publisher
 
 __all__ = ["PendingVersion", "Publisher", "PublisherSettings", "StoreSettings", "open_store"]

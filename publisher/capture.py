@@ -22,16 +22,8 @@ from weightcast.schemas.errors import Corrupt, UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.shard import Row
 
+from .label import Label
 from .sources import Item, tied
-
-
-@dataclass(frozen=True)
-class Label:
-    """What a version says about itself: the trainer's step, free-form metadata, companion files (None: as before)."""
-
-    step: int | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, bytes] | None = None
 
 
 class Rows:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Executor
+from dataclasses import replace
 
 from weightcast.manifest.chain import Position
 from weightcast.manifest.rebuild import State
@@ -19,33 +19,15 @@ from weightcast.schemas.manifest import VersionManifest
 from weightcast.schemas.settings import PublisherSettings
 
 from .baseline import Baseline
-from .capture import Capture, Label
+from .capture import Capture
 from .follow import Follower
+from .job import Job
+from .label import Label
 from .resume import Keeper
 from .snapshots import Snapshots
 from .upload import Uploader
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Job:
-    """A capture on its way, and those who wait for it: itself and the versions that it replaced."""
-
-    capture: Capture
-    futures: list[Future[VersionManifest]] = field(default_factory=lambda: [Future()])
-
-    def succeed(self, position: Position) -> None:
-        """Tell everybody that the version is committed."""
-        for future in self.futures:
-            if not future.done():  # one whose outcome was unknown was told so
-                future.set_result(position.manifest)
-
-    def fail(self, error: BaseException) -> None:
-        """Tell everybody that it is not."""
-        for future in self.futures:
-            if not future.done():
-                future.set_exception(error)
 
 
 class Pipeline:

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import operator
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Collection, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, SupportsIndex
 
 from weightcast.manifest.chain import Position
 from weightcast.manifest.commit import Writer, create_stream
 from weightcast.manifest.store import Store, open_store
 from weightcast.manifest.stream import StreamReader
-from weightcast.manifest.tensorfile import INDEX_NAME
 from weightcast.schemas.errors import (
     Conflict,
     NotFound,
-    StorageError,
-    Untrusted,
     UsageError,
     WeightcastError,
 )
-from weightcast.schemas.manifest import MAX_METADATA_BYTES, VersionManifest
-from weightcast.schemas.names import check_file_name
 from weightcast.schemas.settings import PublisherSettings
 
 from .baseline import Baseline
-from .capture import Capture, DeltaCapture, Label, capture_fresh
-from .pipeline import Job, Pipeline
+from .capture import Capture, DeltaCapture, capture_fresh
+from .job import Job, PendingVersion
+from .label import Label
+from .pipeline import Pipeline
 from .resume import Keeper, load_baseline, newest_snapshot
 from .sources import Casts, Item, Tensors, items
 from .upload import Uploader
@@ -40,34 +33,6 @@ from .workers import Workers
 _FENCE_TRIES: Final = (
     5  # a predecessor commits at most its one version in flight; more is somebody else at work
 )
-
-
-class PendingVersion:
-    """A version on its way to the store."""
-
-    def __init__(self, future: Future[VersionManifest], told: Callable[[BaseException], None]) -> None:
-        self._future = future
-        self._told = told
-
-    @property
-    def done(self) -> bool:
-        """Whether it is settled, one way or the other."""
-        return self._future.done()
-
-    def wait(self, timeout: float | None = None) -> VersionManifest:
-        """The manifest, once committed. Where versions coalesced, that of the later one that holds this one's changes.
-
-        Raises:
-            StorageError: not committed in time, or the store failed; the changes will be in the next version.
-            Conflict: another publisher has taken over.
-        """
-        try:
-            error = self._future.exception(timeout)
-        except FutureTimeout:
-            raise StorageError(f"the version was not committed within {timeout} s") from None
-        if error is not None:
-            self._told(error)
-        return self._future.result()
 
 
 class Publisher:
@@ -160,7 +125,7 @@ class Publisher:
         self,
         tensors: Tensors,
         *,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         metadata: Mapping[str, Any] | None = None,
         files: Mapping[str, bytes] | None = None,
         drop: Collection[str] = (),
@@ -186,7 +151,7 @@ class Publisher:
             WeightcastError: an earlier version failed in the background and no later one made up for it; once, and
                 this one was not published.
         """
-        label = Label(_step(step), _checked(metadata or {}), _named(files))
+        label = Label.of(step, metadata, files)
         baseline = self._pipeline.baseline if self._pipeline else None
         known = baseline.layout.stored_by_name if baseline else {}
         return self._publish(items(tensors, self._casts, known), label, drop, reset)
@@ -313,37 +278,3 @@ class Publisher:
         uploader = Uploader(reader, self._writer, self.settings, self._transfer)
         self._pipeline = Pipeline(uploader, baseline, self.settings, self._compute, self._keeper, parent)
         return self._pipeline
-
-
-def _checked(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        text = json.dumps(dict(metadata), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"metadata is not JSON: {error}") from error
-    if len(text) > MAX_METADATA_BYTES:
-        raise UsageError(f"metadata has {len(text)} bytes, at most {MAX_METADATA_BYTES} are allowed")
-    return dict(json.loads(text))
-
-
-def _step(step: int | None) -> int | None:
-    """A step of any integer type (numpy's, a tensor's) as a plain int."""
-    try:
-        return None if step is None else operator.index(step)
-    except TypeError as error:
-        raise UsageError(f"step is {step!r}, expected an integer") from error
-
-
-def _named(files: Mapping[str, bytes] | None) -> dict[str, bytes] | None:
-    """A copy of `files`, whose names must be usable."""
-    for name, data in (files or {}).items():
-        if not isinstance(data, bytes):
-            raise UsageError(f"companion file {name!r} is {type(data).__name__}, expected bytes")
-        if name in (INDEX_NAME, "manifest.json") or name.endswith(".safetensors"):
-            raise UsageError(
-                f"companion file {name!r} has the name of a file that snapshots write themselves"
-            )
-        try:
-            check_file_name(name)
-        except Untrusted as error:
-            raise UsageError(f"companion file {name!r} does not have a plain file name") from error
-    return None if files is None else dict(files)

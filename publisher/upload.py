@@ -28,7 +28,8 @@ from weightcast.schemas.names import file_key, snapshot_folder
 from weightcast.schemas.settings import PublisherSettings
 from weightcast.schemas.shard import Row
 
-from .capture import Capture, Label
+from .capture import Capture
+from .label import Label
 
 UPLOADS_AHEAD: Final = 4
 """Shards on their way at once: with 16 MiB each and 50 ms round trips, enough to fill 1 Gbit/s."""

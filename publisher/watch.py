@@ -50,9 +50,9 @@ from weightcast.schemas.errors import Conflict, Corrupt, NotFound, StorageError,
 from weightcast.schemas.manifest import VersionManifest
 
 from .candidates import Candidates, Choice, Existing
-from .capture import Label
 from .checkpoint import Checkpoint, check_step, open_checkpoint
 from .contents import Contents
+from .label import Label
 from .publisher import Publisher
 from .sightings import Sighting, look
 from .sources import Casts, Item, recast

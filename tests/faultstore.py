@@ -83,10 +83,8 @@ class FaultStore:
     calls: list[tuple[str, str]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def url(self) -> str:
-        """The inner store's."""
-        return self.inner.url
+    def __post_init__(self) -> None:
+        self.url = self.inner.url
 
     def on(
         self, operation: str, key: str, act: Act, *, after: bool = False, skip: int = 0, times: int = 1 << 30

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -271,7 +272,7 @@ def test_a_mapping_that_fails_half_way_leaves_nothing_behind(store: FaultStore, 
     state = {"a": torch.zeros(1 << 17), "b": torch.zeros(1 << 17)}
     publisher.publish(state).wait()
 
-    def broken() -> object:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", torch.ones(1 << 17)
         raise RuntimeError("the trainer ran out of memory")
 
@@ -288,12 +289,13 @@ def test_what_a_version_says_about_itself_is_checked_before_it_is_published(
     store: FaultStore, publisher: Publisher
 ) -> None:
     w = {"w": torch.zeros(2)}
-    for bad in [
+    refused: list[dict[str, Any]] = [
         {"metadata": {"x": float("nan")}},
         {"metadata": {"x": object()}},
         {"metadata": {"x": "y" * 70_000}},
         {"step": "ten"},
-    ]:
+    ]
+    for bad in refused:
         with pytest.raises(UsageError):
             publisher.publish(w, **bad)
     for name in (

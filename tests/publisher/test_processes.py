@@ -220,7 +220,7 @@ def test_b100b_a_trainer_that_returns_from_main_has_its_versions_committed(
         monkeypatch.setenv(
             "AWS_ENDPOINT_URL_S3", os.environ["AWS_ENDPOINT_URL_S3"].replace("127.0.0.1", host)
         )
-    code, _, err = spawn(url, "leave", 1.5).outcome()
+    code, _, err = spawn(url, "leave", 0.7).outcome()
     assert (code, err) == (0, "")
     store = open_store(url)
     assert assert_steps(store) == {0: 0, 1: 1, 2: 2}

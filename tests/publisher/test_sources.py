@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -31,7 +32,7 @@ from ..versions import (
 
 def words(bits: Bits) -> list[int]:
     """16-bit elements as integers."""
-    return np.frombuffer(bits.data, "<u2").tolist()
+    return [int(word) for word in np.frombuffer(bits.data, "<u2")]
 
 
 def test_b013_every_second_column_of_a_wider_buffer(store: FaultStore, publisher: Publisher) -> None:
@@ -217,7 +218,7 @@ def test_lazy_views_of_one_memory_are_not_tied(store: FaultStore, publisher: Pub
     assert state["conj"].is_conj()
     assert state["neg"].is_neg()
     publisher.publish(state).wait()
-    z[0] = 5 + 6j
+    z[0] = torch.tensor(5 + 6j)
     publisher.publish(state).wait()
     for version, first in enumerate([1 + 2j, 5 + 6j]):
         plain = torch.tensor([first, 3 - 4j])
@@ -231,16 +232,18 @@ def test_lazy_views_of_one_memory_are_not_tied(store: FaultStore, publisher: Pub
 
 
 class Gathered(Mapping[str, torch.Tensor]):
-    """A mapping that makes each tensor when it is asked for, as a trainer that gathers shards does."""
+    """A mapping that makes each tensor when it is asked for, as a trainer that gathers shards does.
+
+    A tensor lies where the last but one was, which nobody has any more: what an allocator does, but each time.
+    """
 
     def __init__(self, values: dict[str, int], elements: int) -> None:
-        self._values, self._elements = values, elements
-        self.addresses: list[int] = []
+        self._values = values
+        self._places = deque(torch.empty((elements, 2), dtype=torch.int32) for _ in range(2))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        made = torch.full((self._elements, 2), self._values[name], dtype=torch.int32)[:, 0]
-        self.addresses.append(made.data_ptr())
-        return made
+        self._places.rotate()
+        return self._places[0].fill_(self._values[name])[:, 0]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -253,18 +256,14 @@ class Gathered(Mapping[str, torch.Tensor]):
 def test_tensors_that_take_turns_in_one_place_are_not_tied(
     store: FaultStore, publisher: Publisher, elements: int
 ) -> None:
-    reused = False
     for version in range(3):
         values = {f"w{i}": 10 * version + i for i in range(8)}
-        source = Gathered(values, elements)
-        publisher.publish(source).wait()
-        reused = reused or len(set(source.addresses)) < len(source.addresses)
+        publisher.publish(Gathered(values, elements)).wait()
         assert_version(
             store,
             version,
             copy_of({n: torch.full((elements,), v, dtype=torch.int32) for n, v in values.items()}),
         )
-    assert reused  # or this test shows nothing
 
 
 def test_b024_slices_of_a_flat_buffer_are_two_tensors(store: FaultStore, publisher: Publisher) -> None:
@@ -450,8 +449,9 @@ def test_b056_persistent_buffers_are_published(store: FaultStore, publisher: Pub
     module = nn.BatchNorm1d(4)
     module.register_buffer("scratch", torch.ones(2), persistent=False)
     publisher.publish(module.state_dict()).wait()
-    module.num_batches_tracked += 1
-    module.running_mean[2] = 0.5
+    buffers = dict(module.named_buffers())
+    buffers["num_batches_tracked"] += 1
+    buffers["running_mean"][2] = 0.5
     publisher.publish(module.state_dict()).wait()
     assert changed_places(store, 1) == {"num_batches_tracked": [0], "running_mean": [2]}
     assert sorted(read(store, 1)) == ["bias", "num_batches_tracked", "running_mean", "running_var", "weight"]
@@ -534,9 +534,9 @@ def test_what_is_no_tensor_is_refused(store: FaultStore, publisher: Publisher) -
     with pytest.raises(UsageError, match="expected a tensor under the name 'w', found list"):
         publisher.publish({"w": [1, 2]})
     with pytest.raises(UsageError, match="expected a tensor under the name"):
-        publisher.publish([torch.zeros(2)])
+        publisher.publish([torch.zeros(2)])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="pairs, found int"):
-        publisher.publish([3])
+        publisher.publish([3])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="sparse"):
         publisher.publish({"w": torch.zeros(3).to_sparse()})
     with pytest.raises(UsageError, match="meta"):

@@ -15,6 +15,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +143,7 @@ def race(url: str, name: str, rounds: int) -> None:
         publisher = Publisher("", settings, store=store, fence=False)
         base = publisher.version
         store.heal()
-        store.on("create", "versions/*", lambda _, r=round_: _meet(folder, name, r))
+        store.on("create", "versions/*", partial(_arrive, folder, name, round_))
         tensors = {"w": torch.full((50,), 1000 * round_ + (1 if name == "a" else 2))}
         try:
             manifest = publisher.publish(tensors).wait()
@@ -154,6 +156,10 @@ def race(url: str, name: str, rounds: int) -> None:
             if error.kind != "conflict":
                 raise
         _meet(folder, f"{name}-done", round_)
+
+
+def _arrive(folder: Path, name: str, round_: int, _: str) -> None:
+    _meet(folder, name, round_)
 
 
 def _meet(folder: Path, name: str, round_: int) -> None:
@@ -218,7 +224,7 @@ def fork(url: str) -> None:
 
 def main(url: str, command: str, *arguments: str) -> None:
     """Run one of the above."""
-    commands = {
+    commands: dict[str, Callable[..., None]] = {
         "kill": lambda point: kill_at(url, point),
         "restart": lambda k: restart(url, int(k)),
         "one-shot": lambda k: one_shot(url, int(k)),
