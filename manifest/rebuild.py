@@ -235,6 +235,20 @@ def retained(old: Layout, new: Layout) -> list[str]:
     return [spec.name for spec in new.stored if before.get(spec.name) == spec]
 
 
+def under_layout(before: Layout, memory: Memory, geometry: Geometry) -> Memory:
+    """Old bits as a delta to another layout is told from: kept tensors where they are, zeros for all others.
+
+    Nothing is copied, and zeros that are only read take no memory.
+    """
+    kept = retained(before, geometry.layout)
+    known = set(kept)
+    new = [spec for spec in geometry.layout.stored if spec.name not in known]
+    zeros = np.zeros(max([spec.nbytes for spec in new], default=0), np.uint8)
+    return Memory.over(
+        geometry, {s.name: zeros[: s.nbytes] for s in new} | {name: memory.tensor(name) for name in kept}
+    )
+
+
 def carry_over(state: State, geometry: Geometry, pool: Executor) -> tuple[Memory, Digest]:
     """New memory for a changed layout, filled as the format's base rule says: kept tensors, and zeros.
 

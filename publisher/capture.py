@@ -10,13 +10,10 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
 
 from weightcast.codec import Encoded, Geometry, Interval, Memory, digest_all, encode
 from weightcast.codec.space import SMALL_ELEMENTS
-from weightcast.manifest.rebuild import State, digest_of, retained
+from weightcast.manifest.rebuild import State, digest_of, retained, under_layout
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
@@ -204,7 +201,7 @@ class DeltaCapture:
         geometry = Geometry(layout) if capture.relaid else state.geometry
         capture.geometry = geometry
         new = Memory.at(geometry, {n: i.address for n, i in self._waiting.items()}, self._waiting)
-        old = _old_bits(state, geometry) if capture.relaid else state.memory
+        old = under_layout(state.layout, state.memory, geometry) if capture.relaid else state.memory
         rest = [
             i
             for i in geometry.intervals(self._row_elements)
@@ -281,14 +278,3 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(repr(n) for n in names[:10]) + (
         f" and {len(names) - 10} more" if len(names) > 10 else ""
     )
-
-
-def _old_bits(state: State, geometry: Geometry) -> Memory:
-    """The baseline under another layout: kept tensors where they are, zeros for all others (format: base rule)."""
-    kept = set(retained(state.layout, geometry.layout))
-    new = [spec for spec in geometry.layout.stored if spec.name not in kept]
-    zeros = np.zeros(
-        max([spec.nbytes for spec in new], default=0), np.uint8
-    )  # untouched pages cost no memory
-    buffers: dict[str, Any] = {spec.name: zeros[: spec.nbytes] for spec in new}
-    return Memory.over(geometry, buffers | {name: state.memory.tensor(name) for name in kept})

@@ -100,7 +100,7 @@ class Publisher:
                 return
             state = load_baseline(reader, head, self._compute, self._keeper)
             pipeline = self._start(reader, baseline=Baseline(state))
-            pipeline.snapshots.resume(newest_snapshot(reader, head), 0)
+            pipeline.snapshots.resume(*newest_snapshot(reader, head, self._compute))
             try:
                 if fence:
                     pipeline.fence(Label(metadata={"fence": True}))

@@ -8,8 +8,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from weightcast.codec import Geometry, Memory
-from weightcast.manifest.plan import SnapshotChoice
-from weightcast.manifest.rebuild import State, proved, rebuild, snapshot_choices
+from weightcast.manifest.rebuild import State, proved, read_chain, rebuild, snapshot_choices
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import Gap, Untrusted, WeightcastError
 
@@ -99,6 +98,9 @@ def _note_path(storage: Path) -> Path:
     return storage.with_name(storage.name + ".json")
 
 
-def newest_snapshot(reader: StreamReader, head: int) -> SnapshotChoice | None:
-    """The newest snapshot at or below `head`."""
-    return max(snapshot_choices(reader, head), key=lambda c: c.version, default=None)
+def newest_snapshot(reader: StreamReader, head: int, pool: Executor) -> tuple[int | None, int]:
+    """The version of the newest snapshot at or below `head`, and the bytes of the deltas from there to `head`."""
+    newest = max((choice.version for choice in snapshot_choices(reader, head)), default=None)
+    if newest is None:
+        return None, 0
+    return newest, sum(p.manifest.totals.bytes for p in read_chain(reader, newest, head, pool)[1:])

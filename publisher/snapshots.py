@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import Final
 
 from weightcast.manifest.chain import Position
-from weightcast.manifest.plan import SnapshotChoice
 from weightcast.schemas.errors import WeightcastError
 from weightcast.schemas.settings import PublisherSettings
 
@@ -14,6 +14,9 @@ from .baseline import Baseline, View
 from .upload import Uploader
 
 log = logging.getLogger(__name__)
+
+_LEAST_CHAIN_BYTES: Final = 1 << 20
+"""A reader fetches this much in no time, however small the model is beside the few kB that each delta takes."""
 
 
 class Snapshots:
@@ -26,9 +29,9 @@ class Snapshots:
         self._bytes_since = 0
         self._thread: threading.Thread | None = None
 
-    def resume(self, newest: SnapshotChoice | None, bytes_since: int) -> None:
-        """Say which snapshot an existing stream has, and how many bytes of deltas follow it."""
-        self._last = newest.version if newest else None
+    def resume(self, newest: int | None, bytes_since: int) -> None:
+        """Say of which version an existing stream has its newest snapshot, and how many bytes of deltas follow it."""
+        self._last = newest
         self._bytes_since = bytes_since
 
     def after(self, position: Position, baseline: Baseline) -> None:
@@ -41,7 +44,8 @@ class Snapshots:
             self.start(position, baseline)
 
     def _is_due(self, position: Position) -> bool:
-        if self._last is None or self._bytes_since > position.manifest.totals.dense_bytes:
+        snapshot_bytes = position.manifest.totals.dense_bytes
+        if self._last is None or self._bytes_since > max(snapshot_bytes, _LEAST_CHAIN_BYTES):
             return True
         every = self._settings.snapshot_every
         return every > 0 and position.version - self._last >= every
@@ -50,10 +54,9 @@ class Snapshots:
         """Write a snapshot of `position`, which is the baseline's, in the background."""
         self._last, self._bytes_since = position.version, 0
         view = baseline.view(self._settings.max_pending_bytes)
-        self._thread = threading.Thread(
-            target=self._write, args=(view,), name="weightcast-snapshot", daemon=False
-        )
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=(view,), name="weightcast-snapshot", daemon=False)
+        thread.start()
+        self._thread = thread
 
     def _write(self, view: View) -> None:
         version = view.state.position.version

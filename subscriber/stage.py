@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-import numpy as np
-
 from weightcast.codec import Changes, Geometry, Memory
 from weightcast.manifest.chain import Position
 from weightcast.manifest.deltas import DeltaFetcher, collect, fold
-from weightcast.manifest.rebuild import digest_of, retained
+from weightcast.manifest.rebuild import digest_of, retained, under_layout
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, NotFound, StorageError
 from weightcast.schemas.layout import Layout
@@ -80,15 +78,9 @@ def stage_relaid(
         NotFound, Corrupt: as `stage`.
     """
     geometry = Geometry(after)
+    old = under_layout(before.layout, base, geometry)
+    changes, moved = collect(geometry, fetcher.rows(position.manifest), old, pool, {})
     kept = set(retained(before.layout, after))
-    new = [spec for spec in after.stored if spec.name not in kept]
-    zeros = np.zeros(
-        max([spec.nbytes for spec in new], default=0), np.uint8
-    )  # untouched pages cost no memory
-    buffers = {spec.name: zeros[: spec.nbytes] for spec in new} | {name: base.tensor(name) for name in kept}
-    changes, moved = collect(
-        geometry, fetcher.rows(position.manifest), Memory.over(geometry, buffers), pool, {}
-    )
     lost = digest_of(before, base, [s.name for s in before.layout.stored if s.name not in kept], pool)
     found = at.digest - lost + moved
     _prove(position, found)
