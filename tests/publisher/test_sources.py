@@ -552,3 +552,14 @@ def test_tensors_that_wrap_others_are_refused(publisher: Publisher) -> None:
     with pytest.raises(UsageError, match="TwoTensor, whose bits lie in other tensors"):
         publisher.publish({"w": wrapped})
     assert publisher.version is None
+
+
+def test_b026_a_change_in_one_expert_is_told_by_the_fused_tensors_index(
+    store: FaultStore, publisher: Publisher
+) -> None:
+    """Expert 1, row 2, column 1 of [2, 4, 3] is element 19; fused along another axis, C order decides as well."""
+    fused = torch.zeros(2, 4, 3, dtype=torch.bfloat16)
+    publisher.publish({"experts": fused, "across": fused.permute(1, 0, 2)}).wait()
+    fused[1][2, 1] = 1
+    publisher.publish({"experts": fused, "across": fused.permute(1, 0, 2)}).wait()
+    assert changed_places(store, 1) == {"experts": [19], "across": [2 * 6 + 1 * 3 + 1]}

@@ -686,3 +686,38 @@ def test_a_lease_says_what_is_held_and_survives_an_outage(
     assert [r.version for r in StreamReader.open(store).readers()] == [1]
     assert fault.met > 3
     assert here.error is None
+
+
+def test_b068_the_version_after_a_failed_apply_does_not_land_on_the_wrong_base(
+    store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [model_of(seed) for seed in range(3)]
+    live = blank(models[0])
+    target = Tensors(live)
+    subscriber = subscriber_at(store, target, tries=100)
+    sharded.publish(models[0])
+    subscriber.once()
+    sharded.publish(models[1])
+    with monkeypatch.context() as broken:
+        broken.setattr(target, "patch", lambda *_: (_ for _ in ()).throw(StorageError("not applied")))
+        with pytest.raises(StorageError, match="not applied"):
+            subscriber.once()
+        sharded.publish(models[2])
+        with pytest.raises(StorageError, match="not applied"):
+            subscriber.once()
+    assert (subscriber.version, bits(live)) == (0, bits(models[0]))
+    assert subscriber.once().version == 2
+    assert bits(live) == bits(models[2])
+
+
+def test_b050_what_the_stream_does_not_carry_is_left_alone(
+    store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt
+) -> None:
+    """An engine's own tensor keeps what its load hook set, through a snapshot and three deltas."""
+    live = blank(model_of(0)) | {"attn.k_scale": torch.tensor(1.0)}
+    subscriber = subscriber_at(store, Tensors(live, ignore=["*.k_scale"]))
+    for seed in range(4):
+        sharded.publish(model_of(seed))
+        subscriber.once()
+        assert live["attn.k_scale"].item() == 1.0
+        assert {n: b for n, b in bits(live).items() if n != "attn.k_scale"} == bits(model_of(seed))
