@@ -155,7 +155,7 @@ def items(tensors: Tensors, casts: Casts, known: Mapping[str, TensorSpec]) -> It
     Raises:
         UsageError: not (name, tensor) pairs, an unknown dtype, a sparse or meta tensor, or two names that become one.
     """
-    names, identify = NameMap(), _Identities()
+    names, identify = NameMap(), _Identities(alive=isinstance(tensors, dict))
     lasting = isinstance(tensors, Mapping)
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     for pair in pairs:
@@ -212,27 +212,42 @@ def _of_tensor(name: str, tensor: torch.Tensor, stays: bool, known: TensorSpec |
     return Item(spec, plain.data_ptr() if plain.numel() else 0, plain, stays and lasting, None)
 
 
+_Kept = torch.Tensor | weakref.ref[torch.Tensor]
+
+
 class _Identities:
     """Tells which tensors of a mapping are one: the same elements of the same memory, while both are alive.
 
-    A mapping may make its tensors when they are asked for, so that a later one lies where an earlier one has been.
+    A mapping may make its tensors when they are asked for, so that a later one lies where an earlier one has been; a
+    dict keeps them all. With 100,000 tensors each object more that the garbage collector has to look at shows.
     """
 
-    def __init__(self) -> None:
-        self._seen: dict[int, list[tuple[weakref.ref[torch.Tensor], int]]] = {}
+    def __init__(self, alive: bool) -> None:
+        self._alive = alive
+        self._first: dict[int, _Kept] = {}  # by address
+        self._numbers: dict[int, int] = {}
+        self._others: list[tuple[_Kept, int]] = []  # further ones at an address
         self._count = 0
 
     def __call__(self, tensor: torch.Tensor) -> Hashable:
         if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
             return None
-        there = self._seen.setdefault(tensor.data_ptr(), [])
-        for reference, number in there:
-            other = reference()
-            if other is not None and _is_same(tensor, other):
-                return number
+        address = tensor.data_ptr()
         self._count += 1
-        there.append((weakref.ref(tensor), self._count))
+        first = self._first.get(address)
+        if first is None or (isinstance(first, weakref.ref) and first() is None):
+            self._first[address] = self._kept(tensor)
+            self._numbers[address] = self._count
+            return self._count
+        for kept, number in [(self._first[address], self._numbers[address]), *self._others]:
+            other = kept() if isinstance(kept, weakref.ref) else kept
+            if other is not None and other.data_ptr() == address and _is_same(tensor, other):
+                return number
+        self._others.append((self._kept(tensor), self._count))
         return self._count
+
+    def _kept(self, tensor: torch.Tensor) -> _Kept:
+        return tensor if self._alive else weakref.ref(tensor)
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
