@@ -11,7 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weightcast.schemas.manifest import SnapshotManifest, decode
+from weightcast.manifest.chain import Position
+from weightcast.publisher import Publisher, PublisherSettings
+from weightcast.publisher.upload import Uploader
+from weightcast.schemas.manifest import SnapshotManifest, VersionManifest, decode
 
 from .. import sample
 from .conftest import Outcome, finish, spawn, write_checkpoint
@@ -246,3 +249,26 @@ def test_a_file_that_changes_while_it_is_read_is_not_published(
     monkeypatch.setattr(contents, "_read", read_and_save_again)
     assert cli("publish", tmp_path / "s", folder).code == 13
     assert cli("log", tmp_path / "s", "--json").json["versions"] == []
+
+
+def test_b082_the_loser_of_a_race_exits_11_and_names_the_winner(
+    tmp_path: Path, model: Callable[[str, float], Path], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another publisher commits version 1 in the moment before this one's create."""
+    root = tmp_path / "s"
+    assert cli("publish", root, model("a", 1.0)).code == 0
+    commit = Uploader.commit
+
+    def late(uploader: Uploader, manifest: VersionManifest) -> Position:
+        monkeypatch.setattr(Uploader, "commit", commit)
+        with Publisher(str(root), PublisherSettings(writer="winner"), fence=False) as winner:
+            winner.publish({"w": torch.full((4,), 2.0)}).wait()
+        return commit(uploader, manifest)
+
+    monkeypatch.setattr(Uploader, "commit", late)
+    lost = cli("publish", root, model("b", 3.0), "--json")
+    assert lost.code == 11
+    assert lost.json["error"]["kind"] == "conflict"
+    assert "version 1 was committed by 'winner'" in lost.json["error"]["message"]
+    assert cli("log", root, "--json").json["versions"][0]["writer"] == "winner"
+    assert cli("verify", root, "--deep").code == 0
