@@ -30,7 +30,6 @@ _TORCH: Final[dict[torch.dtype, str]] = {
     getattr(torch, attribute): name for attribute, name in TORCH_NAMES.items() if hasattr(torch, attribute)
 }
 _FROM_NAME: Final = {name: dtype for dtype, name in _TORCH.items()}
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
@@ -102,11 +101,6 @@ def torch_dtype(name: str) -> torch.dtype:
         return _FROM_NAME[TORCH_NAMES.get(name, name)]
     except KeyError:
         raise UsageError(f"dtype {name!r} is not known; use one of {', '.join(sorted(_FROM_NAME))}") from None
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers of their width: a view, on the same device and with the same strides."""
-    return tensor.detach().view(_BITS[tensor.element_size()])
 
 
 class Casts:

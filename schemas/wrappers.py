@@ -7,7 +7,6 @@ those), since a model may well have a submodule of that name. Two names that bec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 from .errors import UsageError
@@ -50,8 +49,3 @@ class NameMap:
                 hint="publish only one of them",
             )
         return name
-
-    def check_all(self, originals: Iterable[str]) -> None:
-        """Map all of `originals`, for the error."""
-        for original in originals:
-            self(original)
