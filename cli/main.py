@@ -28,13 +28,13 @@ from .ending import (
 
 COMMANDS: Final[dict[str, str]] = {
     "publish": "Publish a checkpoint, or every checkpoint that a trainer writes.",
-    "subscribe": "Keep a checkpoint folder at the newest version.",
+    "subscribe": "Keep a checkpoint folder or an engine at the newest version.",
     "pull": "Write one version as a Hugging Face checkpoint.",
     "log": "List versions, newest first.",
     "show": "Show one version.",
     "diff": "Compare two versions bit by bit.",
     "status": "Show head, snapshots, pruning and readers at a glance.",
-    "verify": "Check everything in a stream and list all damage.",
+    "verify": "Check everything in a stream, or an engine's weights, and list all damage.",
     "snapshot": "Write a snapshot of the newest version.",
     "prune": "Delete data that no kept version needs.",
     "doctor": "Probe whether a store does what a stream needs.",

@@ -1,4 +1,4 @@
-"""The subscriber's sidecar: follows a stream with a checkpoint folder, and says how that goes."""
+"""The subscriber's sidecar: follows a stream with a checkpoint folder or an engine, and says how that goes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from weightcast.schemas.errors import WeightcastError
 from .sidecar_http import Health, serving
 from .sidecar_log import configure_logging
 from .sidecar_signals import Stop, stop_on_signals
+from .targets import paused_s
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from weightcast.manifest.chain import Position
+    from weightcast.schemas.engine import InstallReport, VerifyReport
     from weightcast.subscriber import Subscriber
 
 log = logging.getLogger(__name__)
@@ -37,9 +39,8 @@ class SubscriberHealth(Health):
         if status.version is None:
             own = [f"no version applied yet{': ' if status.error else ''}{status.error}"]
         else:
-            own = (
-                [] if status.ready else [f"at version {status.version}, {status.lag} behind. {status.error}"]
-            )
+            why = status.error or "what it keeps at a version is being proved or changed"
+            own = [] if status.ready else [f"at version {status.version}, {status.lag} behind. {why}"]
         return super().reasons + own
 
 
@@ -47,7 +48,7 @@ class SubscriberMetrics:
     """In base units, under `weightcast_subscriber_`; NaN where nothing is known."""
 
     def __init__(self, registry: CollectorRegistry, subscriber: Subscriber) -> None:
-        from prometheus_client import Counter, Gauge
+        from prometheus_client import Counter, Gauge, Histogram
 
         def gauge(name: str, text: str, value: Callable[[], float]) -> None:
             Gauge(f"weightcast_subscriber_{name}", text, registry=registry).set_function(value)
@@ -68,7 +69,7 @@ class SubscriberMetrics:
         )
         gauge(
             "ready",
-            "1 if a version is applied and the lag is within max_lag",
+            "1 if a version is applied, the target is whole, and the lag is within max_lag",
             lambda: subscriber.status().ready,
         )
         self._step = Gauge(
@@ -87,8 +88,40 @@ class SubscriberMetrics:
             registry=registry,
         )
 
-    def take(self, position: Position) -> None:
-        """Note an apply."""
+        buckets = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+        self._pause = Histogram(
+            "weightcast_subscriber_engine_pause_seconds",
+            "Pauses of the engine, from the request until generation goes on",
+            buckets=buckets,
+            registry=registry,
+        )
+        self._write = Histogram(
+            "weightcast_subscriber_engine_write_seconds",
+            "Of a pause, what writing and confirming took",
+            buckets=buckets,
+            registry=registry,
+        )
+        self._proofs = Counter(
+            "weightcast_subscriber_engine_proofs_total",
+            "Full proofs of the engine's weights",
+            ["outcome"],
+            registry=registry,
+        )
+
+    def observe(self, report: InstallReport | VerifyReport) -> None:
+        """Note what an engine did."""
+        from weightcast.schemas.engine import InstallReport
+
+        if isinstance(report, InstallReport):
+            self._pause.observe(report.paused_s)
+            self._write.observe(report.write_s)
+        else:
+            self._proofs.labels("good" if report.good else "bad").inc()
+
+    def take(self, position: Position, paused_s: float | None = None) -> None:
+        """Note an apply, and for how long it paused an engine, unless `observe` is told."""
+        if paused_s is not None:
+            self._pause.observe(paused_s)
         step = position.manifest.step
         self._step.set(float("nan") if step is None else step)
         self._applied_at.set_to_current_time()
@@ -120,14 +153,20 @@ def run_subscribe(
     """
     from prometheus_client import CollectorRegistry
 
+    from weightcast.subscriber import VllmServer
+
     configure_logging(json=json_logs)
     stop = stop_on_signals() if stop is None else stop
     registry, health = CollectorRegistry(), SubscriberHealth(subscriber)
     metrics = SubscriberMetrics(registry, subscriber)
+    target = subscriber.target
+    observed = isinstance(target, VllmServer)
+    if isinstance(target, VllmServer):
+        target.observe(metrics.observe)
     with serving(http, health, registry), subscriber:
         try:
             for position in subscriber.follow(stop):
-                metrics.take(position)
+                metrics.take(position, None if observed else paused_s(target))
                 applied(position)
         except WeightcastError as error:
             health.die(str(error))

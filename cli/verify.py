@@ -25,17 +25,37 @@ _EXIT_CODES: Final = {"untrusted": 12, "unsupported": 12, "corrupt": 13, "gap": 
 @root_argument
 @click.option("--version", type=click.IntRange(min=0), help="Check up to this version only.")
 @click.option("--deep", is_flag=True, help="Rebuild every version, too, and compare state digests.")
+@click.option(
+    "--engine",
+    type=click.Choice(["vllm"]),
+    help="Instead, prove the live weights of a server of this kind against the stream.",
+)
+@click.option("--url", metavar="URL", help="The engine's server.")
 @json_option
 @store_options
 @click.pass_context
 def command(
-    context: click.Context, root: str, version: int | None, deep: bool, as_json: bool, store: StoreOptions
+    context: click.Context,
+    root: str,
+    version: int | None,
+    deep: bool,
+    engine: str | None,
+    url: str | None,
+    as_json: bool,
+    store: StoreOptions,
 ) -> None:
     """Check everything in a stream and list all damage.
 
     Checks the hash chain of all versions, and size, SHA-256 and structure of all that they name. Data below
-    the floor was pruned and is not missed.
+    the floor was pruned and is not missed. With --engine: whether the weights that a server generates with are
+    the version that it says it holds.
     """
+    if (engine is None) != (url is None) or (engine is not None and (deep or version is not None)):
+        raise click.UsageError("--engine and --url go together, and without --version and --deep")
+    if url is not None:
+        from .verify_engine import verify_engine
+
+        context.exit(verify_engine(store.reader(root), url, as_json=as_json))
     from weightcast.manifest.inspect.verify import verify
 
     report = verify(store.reader(root), version, deep, progress=_progress())

@@ -8,6 +8,7 @@ from .decode import Changes, decode, gather, merge, positions, scatter
 from .digest import change_digest, digest, digest_all
 from .encode import Encoded, encode
 from .memory import Memory
+from .regions import Move, Region, canonical, collisions, overlaps, runs, simplify
 from .space import ROW_ELEMENTS, FlatSpace, Geometry, Interval, Place
 
 __all__ = [
@@ -18,14 +19,21 @@ __all__ = [
     "Geometry",
     "Interval",
     "Memory",
+    "Move",
     "Place",
+    "Region",
+    "canonical",
     "change_digest",
+    "collisions",
     "decode",
     "digest",
     "digest_all",
     "encode",
     "gather",
     "merge",
+    "overlaps",
     "positions",
+    "runs",
     "scatter",
+    "simplify",
 ]

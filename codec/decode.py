@@ -57,19 +57,20 @@ class Changes:
 
 
 def decode(
-    space: FlatSpace, row: Row, base: Memory, overlay: Changes | None = None
+    space: FlatSpace, row: Row, base: Memory | Changes, overlay: Changes | None = None
 ) -> tuple[Changes, Digest]:
     """The new bits that `row` stands for, and what they move the state digest by. Changes nothing.
 
     Args:
         space: the flat space of the row's dtype, in the version's layout.
         row: as a shard has it; nothing in it is trusted.
-        base: state of some earlier version, over the same space.
+        base: state of some earlier version, over the same space; or of it the bits at all positions of the row that
+            `overlay` has not.
         overlay: what versions between `base` and the row's parent changed, or None.
 
     Raises:
         Corrupt: the row breaks a rule of docs/format.md.
-        UsageError: `base` or `overlay` is not of this space.
+        UsageError: `base` or `overlay` is not of this space, or `base` lacks positions.
     """
     start = _check(space, row)
     at, steps = _positions(row, start)
@@ -206,14 +207,30 @@ def _positions(row: Row, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray
 
 
 def _old_bits(
-    space: FlatSpace, base: Memory, overlay: Changes | None, at: npt.NDArray[np.int64], out: npt.NDArray[Any]
+    space: FlatSpace,
+    base: Memory | Changes,
+    overlay: Changes | None,
+    at: npt.NDArray[np.int64],
+    out: npt.NDArray[Any],
 ) -> None:
     """Bits that the row's parent has at ascending positions `at`."""
-    first = space.tensor_at(int(at[0]))
-    kernels.gather(base.addresses(space), space.starts, first, at, out, TAGS[space.width])
-    if overlay is None:
-        return
-    if overlay.dtype != space.dtype:
-        raise UsageError(f"an overlay of {overlay.dtype} is not for the {space.dtype} space")
-    begin, end = np.searchsorted(overlay.positions, [at[0], at[-1] + 1])
-    kernels.overlay(at, out, overlay.positions[begin:end], overlay.values[begin:end])
+    newer = Changes.none(space) if overlay is None else _within(space, overlay, at)
+    if isinstance(base, Changes):
+        older = _within(space, base, at)
+        if kernels.overlay(at, out, older.positions, older.values) < len(at):
+            known = np.union1d(older.positions, newer.positions)
+            if not np.isin(at, known, assume_unique=True).all():
+                raise UsageError(f"the old {space.dtype} bits do not cover every element of the row")
+    else:
+        first = space.tensor_at(int(at[0]))
+        kernels.gather(base.addresses(space), space.starts, first, at, out, TAGS[space.width])
+    if len(newer):
+        kernels.overlay(at, out, newer.positions, newer.values)
+
+
+def _within(space: FlatSpace, changes: Changes, at: npt.NDArray[np.int64]) -> Changes:
+    """Those of `changes` from the first to the last of the ascending positions `at`."""
+    if changes.dtype != space.dtype:
+        raise UsageError(f"bits of {changes.dtype} are not for the {space.dtype} space")
+    begin, end = np.searchsorted(changes.positions, [at[0], at[-1] + 1])
+    return Changes(changes.dtype, changes.positions[begin:end], changes.values[begin:end])

@@ -273,16 +273,18 @@ def ascends(positions: Ints, elements: int) -> Any:
 
 
 @kernel
-def overlay(positions: Ints, values: Bits, over_positions: Ints, over_values: Bits) -> None:
-    """Replace values[i] by the overlay's where it has positions[i]. Both sides ascend."""
-    j = 0
+def overlay(positions: Ints, values: Bits, over_positions: Ints, over_values: Bits) -> int:
+    """Replace values[i] by the overlay's where it has positions[i]; how often it has. Both sides ascend."""
+    j, found = 0, 0
     for i in range(positions.size):
         while j < over_positions.size and over_positions[j] < positions[i]:
             j += 1
         if j == over_positions.size:
-            return
+            break
         if over_positions[j] == positions[i]:
             values[i] = over_values[j]
+            found += 1
+    return found
 
 
 @kernel

@@ -11,8 +11,9 @@ from concurrent.futures import Executor, Future
 from typing import Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from weightcast.codec import Changes, Geometry, Memory, decode, gather, merge, scatter
+from weightcast.codec import Changes, Geometry, Memory, decode, gather, merge, positions, scatter
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.manifest import ShardRef, VersionManifest
@@ -121,16 +122,43 @@ def _without_overlap(geometry: Geometry, rows: Iterable[Row]) -> Iterator[Row]:
         yield row
 
 
+def changed_positions(
+    geometry: Geometry, rows: Iterable[Row], pool: Executor
+) -> dict[str, npt.NDArray[np.int64]]:
+    """Flat elements that rows of one version change, by dtype: int64, ascending.
+
+    Raises:
+        Corrupt: rows overlap, or one breaks a rule that shows without a base.
+    """
+
+    def one(row: Row) -> tuple[str, npt.NDArray[np.int64]]:
+        return row.dtype, positions(geometry[row.dtype], row)
+
+    found: dict[str, list[npt.NDArray[np.int64]]] = {}
+    for dtype, part in _map_ahead(pool, one, _without_overlap(geometry, rows)):
+        found.setdefault(dtype, []).append(part)
+    for parts in found.values():
+        parts.sort(key=lambda part: int(part[0]))
+    return {dtype: np.concatenate(parts) for dtype, parts in found.items()}
+
+
 def collect(
-    geometry: Geometry, rows: Iterable[Row], base: Memory, pool: Executor, overlay: Mapping[str, Changes]
+    geometry: Geometry,
+    rows: Iterable[Row],
+    base: Memory | Mapping[str, Changes],
+    pool: Executor,
+    overlay: Mapping[str, Changes],
 ) -> tuple[dict[str, Changes], Digest]:
     """Absolute new values of a version, by dtype, and what they do to the digest. Nothing is written.
 
-    Old bits are those of `base`, except where `overlay` (changes of the versions in between) has newer ones.
+    Old bits are those of `base`, except where `overlay` (changes of the versions in between) has newer ones; of a base
+    that is not memory, only bits that `overlay` has may be missing.
     """
 
     def one(row: Row) -> tuple[Changes, Digest]:
-        return decode(geometry[row.dtype], row, base, overlay.get(row.dtype))
+        space = geometry[row.dtype]
+        old = base if isinstance(base, Memory) else base.get(row.dtype, Changes.none(space))
+        return decode(space, row, old, overlay.get(row.dtype))
 
     found: dict[str, list[Changes]] = {}
     moved = Digest()

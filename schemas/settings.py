@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from .engine import PauseMode
 from .errors import NotFound, UsageError
 
 MIB = 1 << 20
@@ -94,6 +95,12 @@ class SubscriberSettings(BaseSettings):
     lease_s: float = Field(default=60, gt=0, description="seconds between two leases")
     tries: int = Field(
         default=3, ge=1, le=100, description="failed attempts at a version before a snapshot is used instead"
+    )
+    pause: PauseMode = Field(
+        default="keep", description="what happens to an engine's requests in flight while it is changed"
+    )
+    verify_every: int = Field(
+        default=100, ge=0, description="versions between two full proofs of an engine's weights; 0: never"
     )
 
 

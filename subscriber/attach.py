@@ -52,9 +52,9 @@ def attach(reader: StreamReader, target: Target, pool: Executor) -> Position | N
             hint="the stream was rewritten or is incomplete",
         )
     position = reader.chain().anchor(data, mark.version, sha256=mark.sha256)
-    geometry = Geometry(reader.layout(position.manifest.layout))
+    layout = reader.layout(position.manifest.layout)
     try:
-        found: Digest | None = digest_all(geometry, target.memory(geometry), pool)
+        found: Digest | None = target.digest(Geometry(layout), pool)
     except (UsageError, Corrupt) as error:
         log.warning("%s cannot be read as version %d: %s", target.name, mark.version, error)
         found = None
@@ -67,12 +67,13 @@ def attach(reader: StreamReader, target: Target, pool: Executor) -> Position | N
             position.digest,
         )
         return None
+    target.adopt(position, layout)
     return position
 
 
 def _recognise(reader: StreamReader, target: Target, pool: Executor) -> Position | None:
     """A version with exactly the bits of a target that does not say what it holds."""
-    if target.tensors() is None:
+    if target.empty():
         return None
     head = reader.head()
     digests: dict[str, Digest | None] = {}
@@ -96,10 +97,9 @@ def _recognise(reader: StreamReader, target: Target, pool: Executor) -> Position
 
 
 def _digest_under(layout: Layout, target: Target, pool: Executor) -> Digest | None:
-    geometry = Geometry(layout)
     try:
-        return digest_all(geometry, target.memory(geometry), pool)
-    except UsageError as error:
+        return target.digest(Geometry(layout), pool)
+    except (UsageError, Corrupt) as error:
         log.info("%s cannot be read under layout %s: %s", target.name, layout.sha256, error)
         return None
 

@@ -25,6 +25,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -32,9 +33,10 @@ from typing import Final
 
 import numpy as np
 
-from weightcast.codec import Changes, Geometry, Memory, gather, scatter
+from weightcast.codec import Changes, Geometry, Memory, digest_all, gather, scatter
 from weightcast.manifest.chain import Position
 from weightcast.manifest.tensorfile import INDEX_NAME, SINGLE_NAME, encode_index, split_into_files
+from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, StorageError, UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.names import check_file_name
@@ -108,15 +110,22 @@ class CheckpointFolder:
             self._own / "files"
         ).is_dir():  # companions and mark come to hold together: a patch that writes nothing else
             self.patch(Geometry(layout), {}, position)
-        else:
+        elif self.mark() != mark_of(position):
             self._set_mark(mark_of(position))
 
-    def tensors(self) -> Layout | None:
+    def empty(self) -> bool:
         """See Target."""
-        specs = [entry.spec for file in self._weights.mapped(self.mark()) for entry in file.entries]
-        return Layout.of(specs) if specs else None
+        return not any(file.entries for file in self._weights.mapped(self.mark()))
 
-    def memory(self, geometry: Geometry) -> Memory:
+    def digest(self, geometry: Geometry, pool: Executor) -> Digest:
+        """See Target."""
+        return digest_all(geometry, self.base(geometry), pool)
+
+    def weights(self) -> list[Path]:
+        """Its weight files."""
+        return self._weights.paths()
+
+    def base(self, geometry: Geometry) -> Memory:
         """See Target."""
         files = self._weights.mapped(self.mark())
         unknown = [e.spec.name for f in files for e in f.entries if e.spec.name not in geometry.layout]
@@ -147,7 +156,7 @@ class CheckpointFolder:
             shutil.rmtree(incoming, ignore_errors=True)  # what was reserved so far
             raise
         memory = place_all(after, files, writable=True)
-        old, kept = self.memory(before), set(before.layout.stored)
+        old, kept = self.base(before), set(before.layout.stored)
         for spec in after.layout.stored:
             if spec in kept:
                 memory.tensor(spec.name)[...] = old.tensor(spec.name)

@@ -36,8 +36,8 @@ class Journal:
     changes: Mapping[str, Changes]
 
 
-def write_journal(path: Path, journal: Journal) -> None:
-    """Make the journal durable: it exists whole or not at all.
+def write_journal(path: Path, journal: Journal, *, durable: bool = True) -> None:
+    """Write the journal: it exists whole or not at all, and on disk if it is to be durable.
 
     Raises:
         StorageError: no room, or the disk failed; nothing is there then.
@@ -51,9 +51,11 @@ def write_journal(path: Path, journal: Journal) -> None:
             for dtype, changes in journal.changes.items():
                 columns = [pa.array([dtype]), _binary(changes.positions), _binary(changes.values)]
                 writer.write_batch(pa.record_batch(columns, schema=schema))
-        sync_file(temporary)
+        if durable:
+            sync_file(temporary)
         temporary.replace(path)
-        sync_folder(path.parent)
+        if durable:
+            sync_folder(path.parent)
     except OSError as error:  # Arrow's own I/O errors are OSErrors too
         temporary.unlink(missing_ok=True)
         raise StorageError(f"{path} ({needed} bytes) cannot be written: {error.strerror or error}") from error
@@ -69,8 +71,12 @@ def _buffer(array: npt.NDArray[Any]) -> pa.Buffer:
     return pa.py_buffer(np.ascontiguousarray(array).view(np.uint8).data)
 
 
-def read_journal(path: Path) -> Journal | None:
+def read_journal(path: Path, *, mapped: bool = False) -> Journal | None:
     """The journal at `path`, or None if there is none.
+
+    Args:
+        path: where it is.
+        mapped: leave its arrays in the mapped file instead of copying them.
 
     Raises:
         Corrupt: there is one, but it is not whole; a rename put it there, so the disk lost data.
@@ -78,18 +84,37 @@ def read_journal(path: Path) -> Journal | None:
     if not path.is_file():
         return None
     try:
-        with pa.OSFile(str(path), "rb") as file, pa.ipc.open_file(file) as reader:
-            table = reader.read_all()
-        mark = Mark(**json.loads(table.schema.metadata[b"mark"]))
-        changes = {
-            dtype: Changes(
-                dtype, np.frombuffer(positions, np.int64), np.frombuffer(values, f"u{WIDTHS[dtype]}")
-            )
-            for dtype, positions, values in zip(*(table.column(i).to_pylist() for i in range(3)), strict=True)
-        }
+        opened = pa.memory_map(str(path)) if mapped else pa.OSFile(str(path), "rb")
+        with opened as file, pa.ipc.open_file(file) as reader:
+            mark = Mark(**json.loads(reader.schema.metadata[b"mark"]))
+            found = [_changes(reader.get_batch(i)) for i in range(reader.num_record_batches)]
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise Corrupt(
             f"{path} is not a whole journal: {error}",
             hint="remove the folder; the subscriber fetches it again",
         ) from error
-    return Journal(mark, changes)
+    return Journal(mark, {changes.dtype: changes for changes in found})
+
+
+def _changes(batch: Any) -> Changes:
+    """The changes of one dtype, over the batch's own buffers.
+
+    Raises:
+        ValueError: the batch does not hold such.
+    """
+    batch.validate()
+    if batch.num_rows != 1 or batch.schema.remove_metadata() != _SCHEMA:
+        raise ValueError(f"a batch of {batch.num_rows} rows, {batch.schema.names}")
+    dtype = batch.column(0)[0].as_py()
+    positions = _bytes_of(batch.column(1)).view(np.int64)
+    values = _bytes_of(batch.column(2)).view(f"u{WIDTHS[dtype]}")
+    if len(positions) != len(values):
+        raise ValueError(f"{len(positions)} positions, but {len(values)} values of dtype {dtype}")
+    return Changes(dtype, positions, values)
+
+
+def _bytes_of(column: Any) -> npt.NDArray[np.uint8]:
+    """The one binary value of a column, where it lies: a scalar's own buffer would be a copy."""
+    _, offsets, data = column.buffers()
+    first, last = np.frombuffer(offsets, np.int64, 2, 8 * column.offset).tolist()
+    return np.frombuffer(data, np.uint8, last - first, first) if last > first else np.empty(0, np.uint8)

@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Final
 
-from weightcast.codec import Geometry
+from weightcast.codec import Geometry, Memory
 from weightcast.manifest.chain import Position
 from weightcast.manifest.deltas import DeltaFetcher
 from weightcast.manifest.rebuild import snapshot_choices, usable_deltas
@@ -21,7 +21,7 @@ from weightcast.schemas.settings import SubscriberSettings
 from .attach import fetch_snapshot
 from .progress import Progress
 from .stage import stage, stage_relaid
-from .target import Target
+from .target import Base, Target
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +129,9 @@ class Mover:
 
     def _apply_or_jump(self, at: Position, run: Sequence[Position], head: int) -> None:
         """Apply; go past a version that was pruned, or that failed `tries` times, by a snapshot."""
+        if self._is_out_of_reach(at, run[0]):
+            self._jump_over(run[0], head)
+            return
         try:
             self._apply(at, run)
         except (Corrupt, NotFound) as error:
@@ -144,16 +147,37 @@ class Mover:
             except Gap as gap:
                 raise (gap if pruned else error) from error
 
-    def _apply(self, at: Position, run: Sequence[Position]) -> None:
-        """Stage and apply as many versions of `run` as go together."""
+    def _is_out_of_reach(self, at: Position, position: Position) -> bool:
+        """Whether `position` has another layout, whose new tensors start as zeros, and the target's bits only can be
+        read.
+        """
+        return position.manifest.layout != at.manifest.layout and not isinstance(self._base(at)[1], Memory)
+
+    def _jump_over(self, position: Position, head: int) -> None:
+        """Go past a change of layout by a snapshot."""
+        try:
+            self.jump(head)
+        except Gap as gap:
+            raise Gap(
+                f"version {position.version} changes the layout, which {self._target.name} can only follow by a "
+                "snapshot, and there is none yet",
+                hint="have the publisher write one (weightcast snapshot)",
+            ) from gap
+
+    def _base(self, at: Position) -> tuple[Geometry, Base]:
+        """What the target holds, as a base of deltas."""
         geometry = self._geometry
         if geometry is None:
             raise Corrupt("the target is not attached")
         try:
-            base = self._target.memory(geometry)
+            return geometry, self._target.base(geometry)
         except (Corrupt, UsageError) as error:
             self.attached = False  # what it holds has to be found out anew
             raise Corrupt(f"{self._target.name} no longer holds version {at.version}: {error}") from error
+
+    def _apply(self, at: Position, run: Sequence[Position]) -> None:
+        """Stage and apply as many versions of `run` as go together."""
+        geometry, base = self._base(at)
         together = list(itertools.takewhile(lambda p: p.manifest.layout == at.manifest.layout, run))
         if together:
             staged = stage(geometry, base, at, together, self._fetcher, self._pool, self._settings.fold_bytes)
@@ -164,7 +188,7 @@ class Mover:
                 else:
                     self._target.adopt(staged.position, geometry.layout)
             self._arrive(staged.position, geometry)
-        else:
+        elif isinstance(base, Memory):
             position = run[0]
             layout = self.reader.layout(position.manifest.layout)
             self._target.check(layout)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from weightcast.manifest.chain import Position
 from weightcast.schemas.errors import StorageError, WeightcastError
+
+_LOOK_S: Final = 0.5  # a target that is well is looked at in less; one that takes longer is being healed
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,7 @@ class Status:
         lag: versions between the two.
         behind_s: seconds since a version that is not applied was first seen; 0 at the head.
         checked_s: seconds since the store last answered; infinite if it never did.
-        ready: a version is applied and whole, and lag is within `max_lag`.
+        ready: a version is applied, the target can be had and is whole, and lag is within `max_lag`.
         error: what keeps it from moving on, or "".
     """
 
@@ -45,6 +50,8 @@ class Progress:
         self._checked: float | None = None
         self._error = ""
         self._torn = False
+        self._unwell = False
+        self._looking_since: float | None = None
         self._ended: WeightcastError | None = None
 
     @property
@@ -65,7 +72,9 @@ class Progress:
                 lag=lag,
                 behind_s=now - self._behind_since if self._behind_since is not None else 0.0,
                 checked_s=now - self._checked if self._checked is not None else float("inf"),
-                ready=at is not None and not self._torn and (self._max_lag is None or lag <= self._max_lag),
+                ready=at is not None
+                and self._is_well(now)
+                and (self._max_lag is None or lag <= self._max_lag),
                 error=self._error,
             )
 
@@ -99,6 +108,26 @@ class Progress:
         """The target may be between two versions."""
         with self._changed:
             self._torn = True
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """While the target is looked at, and healed if need be. If that fails, it is not ready until it succeeds."""
+        with self._changed:
+            self._looking_since = time.monotonic()
+        try:
+            yield
+        except BaseException:
+            self._looked(unwell=True)
+            raise
+        self._looked(unwell=False)
+
+    def _looked(self, *, unwell: bool) -> None:
+        with self._changed:
+            self._looking_since, self._unwell = None, unwell
+
+    def _is_well(self, now: float) -> bool:
+        long = self._looking_since is not None and now - self._looking_since > _LOOK_S
+        return not (self._torn or self._unwell or long)
 
     def failed(self, error: WeightcastError) -> None:
         """`error` keeps it from moving on."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+import numpy as np
+
 from weightcast.codec import Changes, Geometry, Memory
 from weightcast.manifest.chain import Position
-from weightcast.manifest.deltas import DeltaFetcher, collect, fold
+from weightcast.manifest.deltas import DeltaFetcher, changed_positions, collect, fold
 from weightcast.manifest.rebuild import digest_of, retained, under_layout
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, NotFound, StorageError
 from weightcast.schemas.layout import Layout
+from weightcast.schemas.shard import Row
+
+from .target import Base
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Staged:
 
 def stage(
     geometry: Geometry,
-    base: Memory,
+    base: Base,
     at: Position,
     run: Sequence[Position],
     fetcher: DeltaFetcher,
@@ -51,7 +56,7 @@ def stage(
         if number + 1 < len(run):
             fetcher.prefetch(run[number + 1].manifest)
         try:
-            changes, moved = collect(geometry, fetcher.rows(position.manifest), base, pool, folded)
+            changes, moved = _collect(geometry, fetcher.rows(position.manifest), base, pool, folded)
             _prove(position, at.digest + moved)
         except (NotFound, Corrupt, StorageError):
             if not done:
@@ -61,6 +66,23 @@ def stage(
         if sum(c.nbytes for c in folded.values()) > max_bytes:
             break
     return Staged(at, folded, done)
+
+
+def _collect(
+    geometry: Geometry, rows: Iterable[Row], base: Base, pool: Executor, folded: Mapping[str, Changes]
+) -> tuple[dict[str, Changes], Digest]:
+    """`collect`; of a base that is read, the old bits of a version that `folded` has not are had in one read."""
+    if isinstance(base, Memory):
+        return collect(geometry, rows, base, pool, folded)
+    rows = list(rows)
+    wanted = {
+        dtype: found[~np.isin(found, folded[dtype].positions, assume_unique=True)]
+        if dtype in folded
+        else found
+        for dtype, found in changed_positions(geometry, rows, pool).items()
+    }
+    old = base.read({dtype: found for dtype, found in wanted.items() if len(found)})
+    return collect(geometry, rows, old, pool, folded)
 
 
 def stage_relaid(

@@ -176,11 +176,15 @@ class Subscriber:
             if self._closed:
                 raise UsageError("this subscriber is closed", hint="open a new one")
             with self.target.exclusive():
-                # Each time: another process may have died half way, and then the bits are no base.
-                self.target.recover()
+                with self._progress.looking():
+                    # Each time: another process may have died half way, and then the bits are no base.
+                    self.target.recover()
+                    mark = self.target.mark()
                 mover = self._mover or self._open()
                 at = self._progress.at
-                if at is None or not mover.attached or self.target.mark() != mark_of(at):
+                if at is None or not mover.attached or mark != mark_of(at):
+                    if mark is None:
+                        self._progress.torn()  # it had one: what it holds now is anybody's guess
                     return self._attach(mover)
                 return mover.advance(at, thorough=thorough)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from weightcast.codec import Changes, FlatSpace, Geometry, Memory
 from weightcast.manifest.chain import Position
+from weightcast.schemas.digest import Digest
 from weightcast.schemas.layout import Layout
 
 
@@ -22,6 +25,22 @@ class Mark:
     stream: str
     version: int
     sha256: str
+
+
+class Reading(Protocol):
+    """Live bits that cannot be addressed from here, such as those of another process."""
+
+    def read(self, positions: Mapping[str, npt.NDArray[np.int64]]) -> Mapping[str, Changes]:
+        """The bits at flat positions, by dtype: int64 [n], ascending, in the space of the dtype.
+
+        Raises:
+            Corrupt: they are not what they were when they were last proved, or cannot be told.
+            StorageError: whoever has them does not answer.
+        """
+
+
+Base = Memory | Reading
+"""What a delta is decoded against."""
 
 
 class Target(Protocol):
@@ -46,7 +65,12 @@ class Target(Protocol):
     def recover(self) -> None:
         """Finish what an interrupted subscriber, of this process or another, left half done. Cheap if nothing is.
 
-        Needs no store. Called before everything else, each time.
+        Needs no store. Called before everything else, each time. While it fails, or takes long, the target counts as
+        not ready.
+
+        Raises:
+            StorageError, Corrupt: the target cannot be had, or is not whole, for now.
+            UsageError, Conflict, Untrusted: that will not pass.
         """
 
     def check(self, layout: Layout) -> None:
@@ -60,17 +84,24 @@ class Target(Protocol):
         """Which version it says it holds; None if it does not say."""
 
     def adopt(self, position: Position, layout: Layout) -> None:
-        """Its bits were proved to be `position`: from now on it says so."""
+        """Its bits were proved to be `position`: from now on it says so. Called after every proof."""
 
-    def tensors(self) -> Layout | None:
-        """The tensors it has, in no particular version; None if it has none."""
+    def empty(self) -> bool:
+        """Whether it has no weights at all, so that there is nothing to recognise."""
 
-    def memory(self, geometry: Geometry) -> Memory:
+    def base(self, geometry: Geometry) -> Base:
         """Its live bits under `geometry`; only read.
 
         Raises:
             UsageError: it has not exactly these tensors; names the first that differ.
             Corrupt: they are not what they were when they were last proved, or cannot be read.
+        """
+
+    def digest(self, geometry: Geometry, pool: Executor) -> Digest:
+        """The digest of its live bits under `geometry`, all of which are read.
+
+        Raises:
+            UsageError, Corrupt: as `base`.
         """
 
     def patch(self, geometry: Geometry, changes: Mapping[str, Changes], position: Position) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,9 +14,10 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weightcast.codec import Changes, FlatSpace, Geometry, Memory, gather, scatter
+from weightcast.codec import Changes, FlatSpace, Geometry, Memory, digest_all, gather, scatter
 from weightcast.manifest.chain import Position
 from weightcast.manifest.tensorfile import mapped, read_header
+from weightcast.schemas.digest import Digest
 from weightcast.schemas.dtypes import TORCH_NAMES
 from weightcast.schemas.errors import Corrupt, UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
@@ -86,9 +88,11 @@ class Tensors:
         with self._still:
             self._mark = mark_of(position)
 
-    def tensors(self) -> Layout | None:
+    def empty(self) -> bool:
         """See Target."""
-        return Layout.of(_spec(name, tensor) for name, tensor in self._tensors.items())
+        for name, tensor in self._tensors.items():
+            _spec(name, tensor)  # refuses what cannot be kept
+        return False
 
     def workdir(self) -> Path | None:
         """See Target."""
@@ -97,7 +101,11 @@ class Tensors:
     def companions(self, files: Mapping[str, bytes]) -> None:
         """See Target. Tensors have no files."""
 
-    def memory(self, geometry: Geometry) -> Memory:
+    def digest(self, geometry: Geometry, pool: Executor) -> Digest:
+        """See Target."""
+        return digest_all(geometry, self.base(geometry), pool)
+
+    def base(self, geometry: Geometry) -> Memory:
         """See Target. Tensors that lie elsewhere than in host memory are copied."""
         homes = self._homes(geometry.layout)
         if self._even != geometry.layout.sha256:

@@ -16,6 +16,9 @@ from .faultproxy import FaultProxy
 from .servers import S3Server, shared_seaweedfs
 from .servers import moto_server as run_moto
 
+collect_ignore = ["vllm"]
+"""Needs an environment of its own: `make test-vllm`."""
+
 
 @pytest.fixture(scope="session")
 def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:

@@ -96,7 +96,7 @@ def test_every_command_is_documented() -> None:
 
     text = DOC.read_text("utf-8")
     blocks = {name for name, _ in BLOCK.findall(text)}
-    assert blocks == (COMMANDS.keys() - {"demo", "bench"}) | {"error"}
+    assert blocks == (COMMANDS.keys() - {"demo", "bench"}) | {"error", "verify_engine"}
     for name in COMMANDS:
         assert re.search(rf"^## (\w+, )?{name}\b", text, re.MULTILINE), name
 

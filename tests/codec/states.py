@@ -8,8 +8,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 
-from weightcast.codec import FlatSpace, Geometry, Memory
+from weightcast.codec import FlatSpace, Geometry, Memory, Region
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.shard import Coding
 
@@ -24,6 +25,7 @@ DTYPES = {1: "F8_E4M3", 2: "BF16", 4: "F32", 8: "F64"}
 CODINGS: Final[tuple[Coding, ...]] = ("gap", "dense", "whole")
 
 Bits = npt.NDArray[Any]
+Ints = npt.NDArray[np.int64]
 
 
 def space_of(width: int, shapes: Sequence[tuple[int, ...]]) -> FlatSpace:
@@ -74,3 +76,21 @@ def change(bits: Bits, density: float, rng: np.random.Generator, reach: int = 10
 def random_bits(width: int, count: int, rng: np.random.Generator) -> Bits:
     """Any bits."""
     return np.frombuffer(rng.bytes(count * width), f"u{width}").copy()
+
+
+def elements_of(region: Region) -> Ints:
+    """The flat elements of a region, in the order of its indices."""
+    found = np.full(region.shape, region.offset, np.int64)
+    for grid, stride in zip(np.indices(region.shape, np.int64), region.strides, strict=True):
+        found += grid * stride
+    return found.ravel()
+
+
+@st.composite
+def nested(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+    """A region of this shape with its dimensions in any order in memory, and gaps."""
+    strides, reach = [0] * len(shape), 0
+    for d in draw(st.permutations(range(len(shape)))):
+        strides[d] = reach + 1 + draw(st.sampled_from([0, 0, 1, 3]))
+        reach += max(shape[d] - 1, 0) * strides[d]
+    return Region(shape, tuple(strides), draw(st.integers(0, 5)))

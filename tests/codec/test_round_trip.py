@@ -348,6 +348,32 @@ def test_overlay_stands_for_the_versions_between(rng: np.random.Generator) -> No
     assert np.array_equal(decode(space, row12, base, overlay=nothing)[0].values, first.values)
 
 
+def test_a_sparse_base_stands_for_memory(rng: np.random.Generator) -> None:
+    space = space_of(2, [(3000,), (2000,)])
+    v1 = random_bits(2, 5000, rng)
+    v2 = change(v1, 0.1, rng)
+    v3 = change(v2, 0.1, rng)
+    row12 = encode(space, memory_of(space, v2), memory_of(space, v1), whole(space)).row
+    row23 = encode(space, memory_of(space, v3), memory_of(space, v2), whole(space)).row
+    assert row12 is not None
+    assert row23 is not None
+    first, moved = decode(space, row12, memory_of(space, v1))
+    at = positions(space, row12)
+    exact, more = Changes(space.dtype, at, v1[at]), Changes(space.dtype, np.arange(5000), v1)
+    for sparse in (exact, more):
+        found, digest = decode(space, row12, sparse)
+        assert (digest, found.values.tolist()) == (moved, first.values.tolist())
+    rest = np.setdiff1d(positions(space, row23), first.positions)
+    second, _ = decode(space, row23, Changes(space.dtype, rest, v1[rest]), overlay=first)
+    assert np.array_equal(second.values, v3[second.positions])
+    with pytest.raises(UsageError, match="do not cover"):
+        decode(space, row12, Changes(space.dtype, at[1:], v1[at[1:]]))
+    with pytest.raises(UsageError, match="do not cover"):
+        decode(space, row23, Changes(space.dtype, rest[:-1], v1[rest[:-1]]), overlay=first)
+    with pytest.raises(UsageError, match="not for the"):
+        decode(space, row12, Changes("F64", at, v1[at]))
+
+
 def test_interval_longer_than_a_row_may_be_is_refused() -> None:
     space = space_of(1, [((1 << 24) + 1,)])
     memory = Memory.allocate(geometry_of(space))

@@ -1,0 +1,1 @@
+"""Rollout engines as targets, and what of Weightcast runs inside them."""
