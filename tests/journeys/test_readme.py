@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ..subscriber.engines.fake_vllm import TOKEN, Engine, FakeServer
+
 README = Path(__file__).parents[2] / "README.md"
 ROOT = "s3://bucket/runs/policy-a"
 
@@ -72,7 +74,7 @@ def run(line: str, cwd: Path, environment: dict[str, str]) -> str:
     process = subprocess.Popen(
         arguments, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    sidecar = "--watch" in line or ("--into" in line and "--once" not in line)
+    sidecar = "--watch" in line or ("subscribe" in line and "--once" not in line)
     timer = threading.Timer(6 if sidecar else 100, process.terminate)
     timer.start()
     out, err = process.communicate(timeout=110)
@@ -85,12 +87,18 @@ def run(line: str, cwd: Path, environment: dict[str, str]) -> str:
 
 
 def test_shell_blocks(checkpoints: Path, tmp_path: Path) -> None:
-    """Every `weightcast` line of the README succeeds, in the README's order."""
+    """Every `weightcast` line of the README succeeds, in the README's order. The engine is a fake here."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WEIGHTCAST_")}
+    environment |= {"WEIGHTCAST_TOKEN": TOKEN, "WEIGHTCAST_STAGE": str(tmp_path / "stage")}
+    engine = Engine({"w": torch.zeros((64, 64), dtype=torch.bfloat16)})
+    server = FakeServer(engine)
     lines = [line for block in blocks("sh") for line in block.strip().splitlines()]
     assert len(lines) >= 10
     for line in lines:
         assert line.startswith("weightcast "), line
-        run(line.replace(ROOT, "store"), tmp_path, environment)
+        run(line.replace(ROOT, "store").replace("http://127.0.0.1:8000", server.url), tmp_path, environment)
+    server.down()
+    assert engine.serving()["w"].data == b"\xf0\x41" * 64 * 64  # 30 as bf16: the newest checkpoint
+    assert not engine.violations
     assert (tmp_path / "model" / "model.safetensors.index.json").is_file()
     assert (tmp_path / "model-v0" / "config.json").read_text() == "{}"

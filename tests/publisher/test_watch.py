@@ -23,7 +23,7 @@ from weightcast.publisher import contents as contents_module
 from weightcast.publisher.candidates import Candidates, Existing, in_order
 from weightcast.publisher.sightings import Sighting, is_temporary, look
 from weightcast.publisher.watch import Outcome, Watcher, WatchSettings
-from weightcast.schemas.errors import Conflict, UsageError
+from weightcast.schemas.errors import Conflict, Corrupt, UsageError
 from weightcast.schemas.manifest import VersionManifest
 
 from ..faultstore import FaultStore, refuse
@@ -367,10 +367,9 @@ def test_b175_a_checkpoint_in_the_writing_is_not_taken(
     writer.start()
     Watcher(folder, publisher_at(), WatchSettings(settle_s=0.6, poll_s=0.05)).run(stop, report)
     writer.join()
-    assert len(outcomes) == 1
-    at, outcome = outcomes[0]
-    assert outcome.published is not None
-    assert outcome.failures == ()
+    # A writer that a busy machine holds up for longer than settle_s is reported, and still not taken.
+    assert all(isinstance(e, Corrupt) for _, outcome in outcomes for e in outcome.failures)
+    [at] = [at for at, outcome in outcomes if outcome.published is not None]
     assert at > finished_at[0] > 0
     assert len(chain_of(store)) == 1
     assert_version(store, 0, copy_of(state))
