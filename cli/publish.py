@@ -74,6 +74,11 @@ class Request:
     metavar="FILE",
     help="Keep the last version here, so that the next run need not fetch it.",
 )
+@click.option(
+    "--codec",
+    type=click.Choice(["gap", "class", "auto"]),
+    help="Codings to choose from: class is smaller, but live engines need a mirror to follow it.",
+)
 @click.option("--writer", metavar="NAME", help="Name of this publisher in manifests.")
 @click.option(
     "--single-writer",
@@ -127,6 +132,7 @@ def command(root: str, checkpoint: Path | None, watch: Path | None, store: Store
     flags = {
         "cast": {pattern: dtype.upper() for pattern, dtype in casts.items()} or None,
         "baseline": given["baseline"],
+        "codec": given["codec"],
         "writer": given["writer"],
         "single_writer": given["single_writer"] or None,
     }

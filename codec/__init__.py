@@ -4,7 +4,7 @@ Works on raw addresses, a row at a time, without the GIL: callers spread interva
 neither torch nor files nor the store.
 """
 
-from .decode import Changes, decode, gather, merge, positions, scatter
+from .decode import Changes, check, decode, gather, merge, positions, scatter
 from .digest import change_digest, digest, digest_all
 from .encode import Encoded, encode
 from .memory import Memory
@@ -24,6 +24,7 @@ __all__ = [
     "Region",
     "canonical",
     "change_digest",
+    "check",
     "collisions",
     "decode",
     "digest",

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, UsageError
-from weightcast.schemas.shard import Row
+from weightcast.schemas.shard import CODINGS, Row, has_possible_planes
 
-from . import kernels
+from . import classes, kernels, kernels_classes
 from .digest import change_digest
 from .jit import TAGS
 from .memory import UNSIGNED, Memory
@@ -73,6 +73,9 @@ def decode(
         UsageError: `base` or `overlay` is not of this space, or `base` lacks positions.
     """
     start = _check(space, row)
+    if row.coding == "class":
+        at, old, values = _decode_class(space, row, start, base, overlay)
+        return Changes(space.dtype, at, values), change_digest(space, at, old, values)
     at, steps = _positions(row, start)
     values = np.empty(len(at), UNSIGNED[space.width])
     if len(at):
@@ -98,8 +101,25 @@ def positions(space: FlatSpace, row: Row) -> npt.NDArray[np.int64]:
 
     Raises:
         Corrupt: the row breaks a rule of docs/format.md that shows without a base.
+        UsageError: the row is coded by class, and only a base says where its changes are.
     """
-    return _positions(row, _check(space, row))[0]
+    start = _check(space, row)
+    if row.coding == "class":
+        raise _needs_base(row)
+    return _positions(row, start)[0]
+
+
+def check(space: FlatSpace, row: Row) -> None:
+    """Check all of `row` that shows without a base.
+
+    Raises:
+        Corrupt: the row breaks a rule of docs/format.md.
+    """
+    start = _check(space, row)
+    if row.coding == "class":
+        classes.check(row)
+    elif row.coding != "whole":
+        _positions(row, start)
 
 
 def merge(older: Changes, newer: Changes) -> Changes:
@@ -162,13 +182,20 @@ def _check_ascending(space: FlatSpace, positions: npt.NDArray[np.int64]) -> None
 def _check(space: FlatSpace, row: Row) -> int:
     """Check the figures of `row`, so that what a reader allocates is bounded; flat start of the interval."""
     start = space.locate(row)
-    gapped = row.coding == "gap"
-    if row.coding not in ("gap", "dense", "whole"):
+    if row.coding not in CODINGS:
         raise Corrupt(f"row of tensor {row.tensor!r} has coding {str(row.coding)[:32]!r}")
     if not 1 <= row.count <= row.length or not 0 <= row.escaped <= row.count:
         raise Corrupt(
             f"row of tensor {row.tensor!r}: {row.escaped} escapes of {row.count} changes in {row.length}"
         )
+    if row.coding == "class":
+        if row.dtype not in classes.EXPONENTS or not has_possible_planes(row):
+            raise Corrupt(
+                f"row of tensor {row.tensor!r} in coding class: {row.tensors} tensors of {row.dtype}, {row.escaped} "
+                f"escapes, gap_bytes {row.gap_bytes} of {len(row.gaps)}, or planes that the coding does not use"
+            )
+        return start
+    gapped = row.coding == "gap"
     if row.coding == "whole" and not row.escaped == row.count == row.length:
         raise Corrupt(f"row of tensor {row.tensor!r} is whole, but has {row.count} changes in {row.length}")
     if not 0 <= row.gap_shift <= (MAX_GAP_SHIFT if gapped else 0):
@@ -204,6 +231,35 @@ def _positions(row: Row, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray
             f"row of tensor {row.tensor!r}: gaps do not lead to {row.count} of {row.length} elements"
         )
     return positions, steps
+
+
+def _decode_class(
+    space: FlatSpace, row: Row, start: int, base: Memory | Changes, overlay: Changes | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any], npt.NDArray[Any]]:
+    """Flat positions of the changes of a row, and the bits there before and after."""
+    if isinstance(base, Changes):
+        raise _needs_base(row)
+    address, parent = base.address(space, start), None
+    if overlay is not None:
+        ends = np.array([start, start + row.length - 1])
+        newer = _within(space, overlay, ends)
+        if len(newer):
+            parent = np.empty(row.length, UNSIGNED[space.width])
+            kernels_classes.sample(np.uint64(address), 1, parent, TAGS[space.width])
+            parent[newer.positions - start] = newer.values
+            address = parent.ctypes.data
+    at, old, values = classes.decode(space, row, address)
+    del parent  # its memory was read until here
+    at += start
+    return at, old, values
+
+
+def _needs_base(row: Row) -> UsageError:
+    return UsageError(
+        f"the row of tensor {row.tensor!r} is coded by class: to decode it takes all old bits of the row, and only "
+        "some are at hand",
+        hint="follow with a mirror (--mirror FOLDER), or publish with --codec gap",
+    )
 
 
 def _old_bits(

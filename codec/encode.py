@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import UsageError
-from weightcast.schemas.shard import MAX_ROW_ELEMENTS, Coding, Row
+from weightcast.schemas.shard import MAX_ROW_ELEMENTS, Codec, Coding, Row
 
+from . import classes
 from .jit import TAGS
 from .kernels import code_steps, compare_interval, digest_change, gather
 from .memory import UNSIGNED, Memory
@@ -51,9 +52,10 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Changes of an interval: positions relative to it, new bits, step bytes, new bits that are escaped."""
+    """Changes of an interval: positions relative to it, old and new bits, step bytes, new bits that are escaped."""
 
     positions: npt.NDArray[np.uint32]
+    olds: npt.NDArray[Any]
     news: npt.NDArray[Any]
     steps: npt.NDArray[np.uint8]
     escapes: npt.NDArray[Any]
@@ -83,6 +85,7 @@ def encode(
     interval: Interval,
     level: int = 1,
     coding: Coding | None = None,
+    codec: Codec = "gap",
 ) -> Encoded:
     """Compare, digest and code one interval, in one pass over both memories. Releases the GIL; deterministic.
 
@@ -95,9 +98,10 @@ def encode(
         interval: what to look at; at most 2^24 elements.
         level: zstd level.
         coding: use this coding instead of the smallest.
+        codec: whether `class` is among the codings to choose from.
 
     Raises:
-        UsageError: the interval is not in the space, or a memory is not of its layout.
+        UsageError: the interval is not in the space, or a memory is not of its layout; or it cannot have `coding`.
     """
     space.check(interval)
     if interval.length > MAX_ROW_ELEMENTS:
@@ -114,8 +118,8 @@ def encode(
     lanes = digest_change(space.starts, space.seeds, first, positions, interval.start, olds, news, count)
     steps, escapes = np.empty(count, np.uint8), np.empty(count, olds.dtype)
     escaped = code_steps(olds, news, count, steps, escapes)
-    found = _Found(positions[:count], news[:count], steps, escapes[:escaped])
-    planes = _smallest(space, old, interval, found, level, coding)
+    found = _Found(positions[:count], olds[:count], news[:count], steps, escapes[:escaped])
+    planes = _smallest(space, old, interval, found, level, coding, codec)
     return Encoded(_row(space, interval, planes, digest), digest, Digest(*map(int, lanes)))
 
 
@@ -166,19 +170,45 @@ _scratch = _Scratch()
 
 
 def _smallest(
-    space: FlatSpace, old: Memory, interval: Interval, found: _Found, level: int, coding: Coding | None
+    space: FlatSpace,
+    old: Memory,
+    interval: Interval,
+    found: _Found,
+    level: int,
+    coding: Coding | None,
+    codec: Codec,
 ) -> _Planes:
     """The planes in the coding asked for, or in the smallest of those that can be it."""
     length, count = interval.length, len(found.positions)
     if coding == "whole":
         return _whole(space, old, interval, found, level)
+    if coding == "class":
+        asked = _class(space, old, interval, found)
+        if asked is None:
+            raise UsageError(f"{interval} with {count} changes cannot be coded by class")
+        return asked
     dense = coding == "dense" or (coding is None and count >= DENSE_DENSITY * length)
     sparse = _dense(length, found, level) if dense else _gap(length, found, level)
     raw_bytes = (length if dense else count) + found.escapes.nbytes
     if coding is None and raw_bytes >= WHOLE_FRACTION * length * space.width:
         whole = _whole(space, old, interval, found, level)
-        return whole if whole.nbytes < sparse.nbytes else sparse
+        sparse = whole if whole.nbytes < sparse.nbytes else sparse
+    if coding is None and codec != "gap":
+        by_class = _class(space, old, interval, found)
+        return by_class if by_class is not None and by_class.nbytes < sparse.nbytes else sparse
     return sparse
+
+
+def _class(space: FlatSpace, old: Memory, interval: Interval, found: _Found) -> _Planes | None:
+    count = len(found.positions)
+    if not classes.suits(space, interval, count):
+        return None
+    coded = classes.encode(
+        space, old.address(space, interval.start), interval, found.positions, found.olds, found.news
+    )
+    if coded is None:
+        return None
+    return _Planes("class", count, 0, gap_bytes=len(coded.gaps), gaps=coded.gaps, steps=coded.steps)
 
 
 def _gap(length: int, found: _Found, level: int) -> _Planes:

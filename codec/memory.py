@@ -128,6 +128,15 @@ class Memory:
             )
         return self._addresses[space.dtype]
 
+    def address(self, space: FlatSpace, element: int) -> int:
+        """Byte address of a flat element.
+
+        Raises:
+            UsageError: this memory holds another layout.
+        """
+        tensor = space.tensor_at(element)
+        return int(self.addresses(space)[tensor]) + (element - int(space.starts[tensor])) * space.width
+
     def flat(self, dtype: str) -> Unsigned:
         """Unsigned view [elements] of a dtype in flat order. The view keeps the memory alive.
 

@@ -17,7 +17,7 @@ from weightcast.manifest.rebuild import State, digest_of, retained, under_layout
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
-from weightcast.schemas.shard import Row
+from weightcast.schemas.shard import Codec, Row
 
 from .label import Label
 from .sources import Item, tied
@@ -129,7 +129,7 @@ class DeltaCapture:
     """Compares a source with a baseline that holds still meanwhile, and fills a `Capture`."""
 
     def __init__(
-        self, capture: Capture, state: State, pool: Executor, *, row_elements: int, level: int
+        self, capture: Capture, state: State, pool: Executor, *, row_elements: int, level: int, codec: Codec
     ) -> None:
         capture.base = state.position.sha256
         self._capture = capture
@@ -137,6 +137,7 @@ class DeltaCapture:
         self._pool = pool
         self._row_elements = row_elements
         self._level = level
+        self._codec: Codec = codec
         self._known = state.layout.stored_by_name
         self._taken: dict[str, Item] = {}
         self._done: set[str] = set()
@@ -224,7 +225,9 @@ class DeltaCapture:
 
     def _encode(self, geometry: Geometry, new: Memory, old: Memory, intervals: Sequence[Interval]) -> None:
         def one(interval: Interval) -> tuple[Interval, Encoded]:
-            return interval, encode(geometry[interval.dtype], new, old, interval, self._level)
+            return interval, encode(
+                geometry[interval.dtype], new, old, interval, self._level, codec=self._codec
+            )
 
         for interval, encoded in self._pool.map(one, intervals):
             self._capture.after += encoded.digest

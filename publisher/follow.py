@@ -44,7 +44,7 @@ class Follower:
         Raises:
             Corrupt: the rows do not lead to the committed state: neither baseline nor `waiting` are of use any more.
         """
-        before, level = baseline.state, self._settings.level
+        before, level, codec = baseline.state, self._settings.level, self._settings.codec
         if capture.fresh is not None:
             baseline.replace(self.fresh(capture, position))
         elif capture.relaid:
@@ -53,7 +53,9 @@ class Follower:
             baseline.replace(self._keeper.settle(proved(State(position, geometry, memory), self._pool)))
         elif waiting is None or not waiting.relaid:
             rows = (
-                rebase_rows(before, capture.rows.by_interval(), waiting.rows.by_interval(), self._pool, level)
+                rebase_rows(
+                    before, capture.rows.by_interval(), waiting.rows.by_interval(), self._pool, level, codec
+                )
                 if waiting
                 else {}
             )
@@ -69,7 +71,13 @@ class Follower:
         if waiting is None:
             return None
         return recapture(
-            before, waiting, baseline.state, self._pool, row_elements=self._settings.row_elements, level=level
+            before,
+            waiting,
+            baseline.state,
+            self._pool,
+            row_elements=self._settings.row_elements,
+            level=level,
+            codec=codec,
         )
 
 

@@ -204,6 +204,7 @@ class Publisher:
                     self._compute,
                     row_elements=self.settings.row_elements,
                     level=self.settings.level,
+                    codec=self.settings.codec,
                 ).run(found, drop)
             except BaseException:
                 job.capture.rows.finish(failed=True)  # or the pipeline would wait for its rows

@@ -10,7 +10,7 @@ import numpy as np
 from weightcast.codec import FlatSpace, Geometry, Interval, Memory, decode, encode
 from weightcast.manifest.deltas import apply_directly
 from weightcast.manifest.rebuild import State, carry_over
-from weightcast.schemas.shard import Row
+from weightcast.schemas.shard import Codec, Row
 
 from .capture import Capture, DeltaCapture
 from .sources import Item
@@ -22,6 +22,7 @@ def rebase_rows(
     waiting: Mapping[Interval, Row],
     pool: Executor,
     level: int,
+    codec: Codec,
 ) -> dict[Interval, Row]:
     """Rows that lead from `state` + `committed` to `state` + `waiting`; both are told from `state`.
 
@@ -32,7 +33,7 @@ def rebase_rows(
         space = state.geometry[interval.dtype]
         old = _patched(space, state, interval, committed.get(interval))
         new = _patched(space, state, interval, waiting.get(interval))
-        return interval, encode(space, new, old, interval, level).row
+        return interval, encode(space, new, old, interval, level, codec=codec).row
 
     return {interval: row for interval, row in pool.map(one, {**committed, **waiting}) if row is not None}
 
@@ -61,7 +62,14 @@ def _patched(space: FlatSpace, state: State, interval: Interval, row: Row | None
 
 
 def recapture(
-    before: State, waiting: Capture, after: State, pool: Executor, *, row_elements: int, level: int
+    before: State,
+    waiting: Capture,
+    after: State,
+    pool: Executor,
+    *,
+    row_elements: int,
+    level: int,
+    codec: Codec,
 ) -> Capture:
     """The same for captures between which the layout changes: through a whole copy of the waiting state.
 
@@ -81,7 +89,7 @@ def recapture(
         address = array.ctypes.data if spec.elements else 0
         found.append(Item(spec, address, array, True, (name,) if spec.elements else None))
     drop = [s.name for s in after.layout if s.name not in waiting.layout]
-    DeltaCapture(fresh, after, pool, row_elements=row_elements, level=level).run(found, drop)
+    DeltaCapture(fresh, after, pool, row_elements=row_elements, level=level, codec=codec).run(found, drop)
     return fresh
 
 

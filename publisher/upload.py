@@ -23,7 +23,15 @@ from weightcast.manifest.snapshot import ReadPiece, write_snapshot
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
-from weightcast.schemas.manifest import FORMAT, LayoutRef, ObjectRef, ShardRef, Totals, VersionManifest
+from weightcast.schemas.manifest import (
+    CLASS_FEATURE,
+    FORMAT,
+    LayoutRef,
+    ObjectRef,
+    ShardRef,
+    Totals,
+    VersionManifest,
+)
 from weightcast.schemas.names import file_key, snapshot_folder
 from weightcast.schemas.settings import PublisherSettings
 from weightcast.schemas.shard import Row
@@ -54,7 +62,7 @@ class Uploader:
         None if the capture failed: then what was uploaded belongs to nothing, and is swept by its age.
         """
         version = parent.version + 1
-        shards = self._shards(version, capture.rows)
+        shards, features = self._shards(version, capture.rows)
         if capture.rows.failed:
             return None
         return self._manifest(
@@ -66,6 +74,7 @@ class Uploader:
             dense_bytes=capture.layout.nbytes,
             digest_after=capture.after.hex,
             shards=shards,
+            features=features,
         )
 
     def prepare_empty(self, parent: Position, label: Label) -> VersionManifest:
@@ -148,15 +157,18 @@ class Uploader:
             max_file_bytes=self._settings.snapshot_file_bytes,
         )
 
-    def _shards(self, version: int, rows: Iterable[Row]) -> list[ShardRef]:
-        """Upload rows in shards of about `shard_bytes`, a few at a time."""
+    def _shards(self, version: int, rows: Iterable[Row]) -> tuple[list[ShardRef], list[str]]:
+        """Upload rows in shards of about `shard_bytes`, a few at a time; and the features that a reader needs."""
         refs: list[ShardRef] = []
+        features: set[str] = set()
         flying: deque[Future[ShardRef]] = deque()
         batch: list[Row] = []
         part = nbytes = 0
         try:
             for row in rows:
                 batch.append(row)
+                if row.coding == "class":
+                    features.add(CLASS_FEATURE)
                 nbytes += row.nbytes
                 if nbytes >= self._settings.shard_bytes:
                     flying.append(self._put(version, part, batch))
@@ -169,7 +181,7 @@ class Uploader:
         finally:
             for future in flying:
                 future.cancel()
-        return refs
+        return refs, sorted(features)
 
     def _put(self, version: int, part: int, rows: list[Row]) -> Future[ShardRef]:
         return self._pool.submit(put_shard, self._store, version, self.writer.name, part, rows)
@@ -190,6 +202,7 @@ class Uploader:
         dense_bytes: int,
         digest_after: str,
         shards: list[ShardRef],
+        features: list[str] | None = None,
         snapshot: ObjectRef | None = None,
     ) -> VersionManifest:
         files = (
@@ -199,6 +212,7 @@ class Uploader:
         )
         return VersionManifest(
             format=FORMAT,
+            features=features or [],
             stream=self.reader.stream.stream,
             version=version,
             parent=parent.as_parent if parent else None,

@@ -25,7 +25,10 @@ from .names import (
 )
 
 FORMAT: Final = 1
-FEATURES: Final[frozenset[str]] = frozenset()
+CLASS_FEATURE: Final = "class"
+"""Some row of the version has the coding `class`."""
+
+FEATURES: Final[frozenset[str]] = frozenset({CLASS_FEATURE})
 """Optional parts of the format that this release can read. A writer lists what a reader must know."""
 
 MAX_MANIFEST_BYTES: Final = 8 << 20

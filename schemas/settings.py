@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from .engine import PauseMode
 from .errors import NotFound, UsageError
+from .shard import Codec
 
 MIB = 1 << 20
 
@@ -37,6 +38,10 @@ class PublisherSettings(BaseSettings):
         description="threads that compare and encode",
     )
     level: int = Field(default=1, ge=1, le=19, description="Zstandard level")
+    codec: Codec = Field(
+        default="gap",
+        description="gap; class: also positions by old exponents, smaller, but engines need a mirror; auto: class",
+    )
     row_elements: int = Field(
         default=1 << 21, ge=1 << 16, le=1 << 24, description="elements a row of a delta covers at most"
     )

@@ -12,8 +12,14 @@ from .digest import Digest
 from .errors import Corrupt
 from .ipc import read_table
 
-Coding = Literal["gap", "dense", "whole"]
+Coding = Literal["gap", "dense", "whole", "class"]
 CODINGS: Final[tuple[str, ...]] = get_args(Coding)
+
+Codec = Literal["gap", "class", "auto"]
+"""What a publisher may choose from: `gap`, every coding but `class`; `class` and `auto`, every coding."""
+
+CLASS_HEAD_BYTES: Final = 2
+"""Bytes at the beginning of a `class` row's plane `gaps`, before the lists of numbers."""
 
 MAX_ROW_ELEMENTS: Final = 1 << 24
 
@@ -57,9 +63,9 @@ class Row:
         escaped: changed elements whose new bits lie in `escapes`.
         coding: how the planes are to be read.
         gap_shift: how many low bits of each gap lie in `lows` instead of `gaps`.
-        gap_bytes: length of the gap plane before compression.
+        gap_bytes: length of the gap plane before compression; a `class` row's is not compressed.
         lows: the low bits of the gaps, packed, never compressed.
-        gaps, steps, escapes: the planes, each raw or one zstd frame, whichever is shorter.
+        gaps, steps, escapes: the planes, each raw or one zstd frame, whichever is shorter; of a `class` row as coded.
         digest: of the interval after the change.
     """
 
@@ -130,7 +136,6 @@ def decode_shard(data: bytes, where: str) -> list[Row]:
 
 def _is_possible(row: Row) -> bool:
     """Whether the figures of `row` can be true, so that what they make a reader allocate is bounded."""
-    gapped = row.coding == "gap"
     return (
         row.coding in CODINGS
         and row.tensors >= 1
@@ -138,7 +143,23 @@ def _is_possible(row: Row) -> bool:
         and 1 <= row.length <= MAX_ROW_ELEMENTS
         and 1 <= row.count <= row.length
         and 0 <= row.escaped <= row.count
-        and 0 <= row.gap_shift <= (24 if gapped else 0)
+        and has_possible_planes(row)
+    )
+
+
+def has_possible_planes(row: Row) -> bool:
+    """Whether what `row` says of its planes fits its coding. Its other figures must be possible."""
+    if row.coding == "class":
+        return (
+            row.tensors == 1
+            and row.gap_shift == row.escaped == 0
+            and row.gap_bytes == len(row.gaps) > CLASS_HEAD_BYTES
+            and not row.lows
+            and not row.escapes
+        )
+    gapped = row.coding == "gap"
+    return (
+        0 <= row.gap_shift <= (24 if gapped else 0)
         and (row.count if gapped else 0)
         <= row.gap_bytes
         <= (row.count + (row.length >> row.gap_shift) // 255 if gapped else 0)

@@ -166,10 +166,22 @@ def status(reader: StreamReader, now: datetime, *, threads: int = THREADS) -> St
         chain_bytes=sum(p.manifest.totals.bytes for p in after) if newest is not None else 0,
         delta_bytes=sum(e.size for e in reader.store.list(DATA_PREFIX)),
         snapshot_bytes=sum(e.size for e in reader.store.list(SNAPSHOTS_PREFIX)),
-        readers=tuple(
-            ReaderStatus(r.reader, r.version, (head or 0) - r.version, r.time, _age(r.time, now))
-            for r in sorted(reader.readers(), key=lambda r: (r.version, r.reader))
-        ),
+        readers=_lags(reader, head, now),
+    )
+
+
+def lags(reader: StreamReader, now: datetime) -> tuple[ReaderStatus, ...]:
+    """How far each known subscriber is behind the head, as of its last lease; the one furthest behind first.
+
+    A subscriber renews its lease every `lease_s` seconds, and after each `once`; one that died leaves its last.
+    """
+    return _lags(reader, reader.head(), now)
+
+
+def _lags(reader: StreamReader, head: int | None, now: datetime) -> tuple[ReaderStatus, ...]:
+    return tuple(
+        ReaderStatus(r.reader, r.version, (head or 0) - r.version, r.time, _age(r.time, now))
+        for r in sorted(reader.readers(), key=lambda r: (r.version, r.reader))
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from weightcast.codec import Geometry, positions
+from weightcast.codec import Geometry, check
 from weightcast.codec.planes import expand_plane
 from weightcast.manifest.chain import Position
 from weightcast.manifest.rebuild import FETCH_BYTES
@@ -243,8 +243,7 @@ def _check_row(geometry: Geometry, row: Row) -> Span:
     """Unpack a row as far as that goes without its base."""
     space = geometry.space_of(row)
     start = space.locate(row)
-    if row.coding != "whole":
-        positions(space, row)
+    check(space, row)
     expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes")
     return row.dtype, start, start + row.length
 

@@ -107,7 +107,7 @@ def test_bounds() -> None:
         "At most 64 KiB of UTF-8": (manifest.MAX_METADATA_BYTES, 64 * kib),
         "array of ShardRef, at most 20,000": (manifest.MAX_SHARDS, 20_000),
         "`format` | integer, 1 |": (manifest.FORMAT, 1),
-        "Format 1 as described here has none": (len(manifest.FEATURES), 0),
+        "Format 1 has one: `class`": (set(manifest.FEATURES), {"class"}),
         "1 to 1024 bytes of UTF-8": (names.MAX_TENSOR_NAME_BYTES, 1024),
         "is not `__metadata__`": (set(names.RESERVED_TENSOR_NAMES), {"__metadata__"}),
         "at most 4,000,000\ntensors": (layout.MAX_TENSORS, 4_000_000),

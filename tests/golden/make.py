@@ -1,6 +1,6 @@
-"""Writes the golden stream of format 1: `python -m tests.golden.make FOLDER`.
+"""Writes the golden streams of format 1: `python -m tests.golden.make FOLDER`.
 
-The files under `v1/` were written once and must stay readable for ever: they are not written again when the
+The files under `v1/` and `v1-class/` were written once and must stay readable for ever: they are not written again when the
 code changes.
 Contents, ids and times are fixed, so that another run differs only where libraries encode differently.
 """
@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -111,6 +112,68 @@ def write(author: Author) -> None:
     author.publish(eighth)
 
 
+def start_classes(random: np.random.Generator) -> Tensors:
+    """Every dtype that has the coding `class`, with exponents as those of weights, and two tensors without it."""
+
+    def weights(bits: int, mantissa: int, top: int, *shape: int) -> Any:
+        exponents = np.maximum(top - random.geometric(0.4, shape), 0)
+        signs = random.integers(0, 2, shape) << (bits - 1)
+        return signs | exponents << mantissa | random.integers(0, 1 << mantissa, shape)
+
+    return Tensors.of(
+        {"lm_head.weight": "embed.weight"},
+        **{
+            "embed.weight": ("BF16", weights(16, 7, 124, 120, 100)),
+            "conv.weight": ("BF16", weights(16, 7, 122, 30, 10, 3, 3)),
+            "norm.weight": ("BF16", np.full(16, 0x3F80)),
+            "half.weight": ("F16", weights(16, 10, 13, 40, 100)),
+            "e4m3.weight": ("F8_E4M3", weights(8, 3, 9, 3000)),
+            "e5m2.weight": ("F8_E5M2", weights(8, 2, 15, 50, 60)),
+            "bias": ("F32", random.integers(0, 1 << 32, 2000)),
+        },
+    )
+
+
+def stepped(tensors: Tensors, random: np.random.Generator, wild: float, rows: float = 1.0) -> Tensors:
+    """A copy in which small elements changed more often than large ones, by one unit mostly.
+
+    Args:
+        wild: share of the changes to any bits at all.
+        rows: share of the rows of `embed.weight` that change.
+    """
+    bits = {}
+    for name, old in tensors.bits.items():
+        shift = {"BF16": 7, "F16": 10, "F8_E4M3": 3, "F8_E5M2": 2}.get(tensors.dtypes[name], 23)
+        exponents = (old >> old.dtype.type(shift)) % (1 << (8 * old.itemsize - 1 - shift))
+        new = old.copy()
+        at = random.random(old.shape) < np.minimum(0.5, 0.02 * 2.0 ** (exponents.max() - 3.0 - exponents))
+        if name == "embed.weight":
+            at &= random.random(len(old))[:, None] < rows
+        steps = random.choice([1, -1], at.sum()) * random.geometric(0.8, at.sum())
+        new[at] += steps.astype(old.dtype)
+        to_any = at & (random.random(old.shape) < wild)
+        new[to_any] = random.integers(0, 1 << 8 * old.itemsize, to_any.sum()).astype(old.dtype)
+        bits[name] = new
+    return Tensors(bits, tensors.dtypes, tensors.ties)
+
+
+def write_classes(author: Author) -> None:
+    """Versions 0 to 4 of a stream with rows in the coding `class`."""
+    random = np.random.default_rng(2)
+    tensors = start_classes(random)
+    author.reset(tensors)
+    # 1: rows of whole tensors, and slices that begin within a line. 2: steps of all sizes.
+    # 3: a few rows of the embedding alone. 4: without the coding, so without the feature.
+    for wild, rows, codec in (
+        (0.0, 1.0, "class"),
+        (0.2, 1.0, "auto"),
+        (0.01, 0.1, "class"),
+        (0.0, 1.0, "gap"),
+    ):
+        tensors = stepped(tensors, random, wild, rows)
+        author.publish(tensors, codec=codec, row_elements=5050, small=1000, rows_a_shard=3)  # type: ignore[arg-type]
+
+
 def expected(author: Author) -> dict[str, Any]:
     """What a reader must find: for each version its digest, table, and the SHA-256 of each tensor's bytes."""
     versions = []
@@ -121,8 +184,8 @@ def expected(author: Author) -> dict[str, Any]:
     return {"versions": versions}
 
 
-def make(folder: Path) -> None:
-    """Write the stream into `folder`/store, and what is expected beside it."""
+def make(folder: Path, fill: Callable[[Author], None] = write) -> None:
+    """Write a stream into `folder`/store, and what is expected beside it."""
     numbers = itertools.count(1)
     names = ["weightcast.manifest.commit", "tests.manifest.author"]
     token = [patch(f"{n}.new_token", lambda: f"{next(numbers):032x}") for n in names]
@@ -131,7 +194,7 @@ def make(folder: Path) -> None:
         p.start()
     author = Author(open_store(str(folder / "store")))
     author.writer = Writer("golden", "f" * 32)
-    write(author)
+    fill(author)
     hint_head(author.store, author.head)
     author.store.put(FLOOR_KEY, Floor(version=0, time=TIME).encode())
     author.store.put(f"readers/{'a' * 32}.json", Reader(reader="a" * 32, version=3, time=TIME).encode())
@@ -143,4 +206,5 @@ def make(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(Path(sys.argv[1]) / "v1")
+    make(Path(sys.argv[1]) / "v1-class", write_classes)

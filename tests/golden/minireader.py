@@ -76,7 +76,10 @@ class MiniReader:
         data = (self.root / f"versions/{version:012d}.json").read_bytes()
         manifest = json.loads(data)
         check(
-            manifest["kind"] == "version" and manifest["format"] == 1 and manifest["features"] == [], "format"
+            manifest["kind"] == "version"
+            and manifest["format"] == 1
+            and manifest["features"] in ([], ["class"]),
+            "format",
         )
         check(
             manifest["stream"] == self.stream["stream"] and manifest["version"] == version,
@@ -152,6 +155,7 @@ class MiniReader:
                 "figures of a shard",
             )
             for row in rows:
+                check(row["coding"] != "class" or "class" in manifest["features"], "feature")
                 apply(row, spaces[row["dtype"]], flat[row["dtype"]], touched[row["dtype"]])
         return {s.name: flat[d][at : at + s.elements] for d, places in spaces.items() for s, at in places}
 
@@ -172,6 +176,9 @@ def apply(row: dict[str, Any], places: list[tuple[Spec, int]], space: list[int],
     if row["coding"] == "whole":
         check(row["escaped"] == count == length, "whole")
         space[begin : begin + length] = escapes
+    elif row["coding"] == "class":
+        check(len(reached) == 1 and row["escaped"] == 0 and not row["lows"], "class")
+        space[begin : begin + length] = by_class(row, space[begin : begin + length])
     else:
         if row["coding"] == "gap":
             positions = gaps(row)
@@ -213,6 +220,120 @@ def gaps(row: dict[str, Any]) -> list[int]:
         positions.append(position)
     check(used == len(data) and lows == 0 and position < row["length"], "planes used up")
     return positions
+
+
+def by_class(row: dict[str, Any], old: list[int]) -> list[int]:
+    """New bits of a `class` row."""
+    shift, size, b = {"BF16": (7, 8, 16), "F16": (10, 5, 16), "F8_E4M3": (3, 4, 8), "F8_E5M2": (2, 5, 8)}[
+        row["dtype"]
+    ]
+    line, top, listed = 1, row["gaps"][0], row["gaps"][1]
+    for dimension in reversed(row["shape"]):
+        if line < 64:
+            line *= dimension
+    line_of = [(row["offset"] % line + i) // line for i in range(len(old))]
+    exponent = [(o >> shift) % (1 << size) for o in old]
+    kind = [min(max(top - x, 0), 11) for x in exponent]
+    lists = Lists(row["gaps"][2:])
+    check(listed <= 1 and row["gap_bytes"] == len(row["gaps"]) and row["gap_shift"] == 0, "gaps")
+    head, _ = lists.read(12 + listed, 256 * row["count"] // 12)
+    check(sum(head[:12]) == row["count"], "count")
+    counted = list(range(len(old)))
+    if listed:
+        lines = line_of[-1] + 1
+        check(1 <= head[12] <= lines, "listed lines")
+        dead, _ = lists.read(head[12], 256 * lines // head[12])
+        live = [sum(dead[: i + 1]) + i for i in range(len(dead))]
+        check(live[-1] < lines, "listed lines")
+        counted = [i for i in counted if line_of[i] in live]
+    mean, positions = 64 * len(counted) // (head[0] + 1), list[int]()
+    for c in range(12):
+        numbers, mean = lists.read(head[c], mean)
+        mean = max(1, mean // 2)
+        inside, at = [i for i in counted if kind[i] == c], -1
+        for number in numbers:
+            at += number + 1
+            check(at < len(inside), "a gap leads out of the row")
+            positions.append(inside[at])
+    check(lists.bits == 0 and 0 <= 8 * (len(row["gaps"]) - 2) - lists.used < 8, "gaps used up")
+    coder, new, total, last = Coder(row["steps"]), list(old), 0, 0
+    for p in sorted(positions):
+        if line_of[p] != last:
+            total, last = 0, line_of[p]
+        rises = (coder.kept("direction", abs(total)) == 1) != (total < 0)
+        total = min(max(total + (1 if rises else -1), -7), 7)
+        z, step = min(max(top + 1 - exponent[p], 0), 31), 1
+        if not coder.kept("one", z):
+            n = 1
+            while n < b - 1 and coder.kept("length", min(max(n - z + 14, 0), 31)):
+                n += 1
+            for _ in range(n - 1):
+                step = 2 * step + coder.bit(1 << 15)
+            step += 1
+        up = rises == (old[p] >> (b - 1) == 0)
+        new[p] = (old[p] + (step if up else -step)) % (1 << b)
+    check(coder.used + 1 == len(row["steps"]) and row["steps"][-1] == (coder.low >> 24) + 1, "steps used up")
+    return new
+
+
+class Lists:
+    """Lists of numbers in a stream of bits."""
+
+    def __init__(self, data: bytes) -> None:
+        self.bits, self.used = int.from_bytes(data, "little"), 0
+
+    def number(self, size: int) -> int:
+        number = self.bits % (1 << size)
+        self.bits >>= size
+        self.used += size
+        return number
+
+    def read(self, count: int, mean: int) -> tuple[list[int], int]:
+        """A list of this length that begins with this mean, and the mean after it."""
+        numbers = []
+        for i in range(count):
+            d, q = max(1, (177 * mean + 49152) // 65536), 0
+            b = (d - 1).bit_length()
+            u = (1 << b) - d
+            while q < 32 and self.number(1) == 0:
+                q += 1
+            if q == 32:
+                v = self.number(24)
+            else:
+                r = self.number(b - 1) if b else 0
+                if b and r >= u:
+                    r = 2 * r + self.number(1) - u
+                v = q * d + r
+            numbers.append(v)
+            mean += (256 * v - mean) // 2 ** min(6, 2 + (i + 1).bit_length())
+        return numbers, mean
+
+
+class Coder:
+    """Bits from an arithmetic coder."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.used, self.low, self.high = data, 0, 0, (1 << 32) - 1
+        self.chances: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def bit(self, p: int) -> int:
+        """A bit that is 1 with this chance."""
+        code = int.from_bytes(self.data[self.used :][:4].ljust(4, b"\0"), "big")
+        middle = self.low + (self.high - self.low) * p // 65536
+        bit = int(code <= middle)
+        self.low, self.high = (self.low, middle) if bit else (middle + 1, self.high)
+        while self.low >> 24 == self.high >> 24:
+            self.low, self.high = self.low % (1 << 24) << 8, (self.high % (1 << 24) << 8) + 255
+            self.used += 1
+        return bit
+
+    def kept(self, name: str, index: int) -> int:
+        """A bit with a chance that follows the bits before it."""
+        p, uses = self.chances.get((name, index), (59_000 if name == "one" else 32_768, 0))
+        bit = self.bit(p)
+        a = 2 ** min(7, (uses + 1).bit_length())
+        self.chances[name, index] = (p + (65536 - p) // a if bit else p - p // a), uses + 1
+        return bit
 
 
 def plane(data: bytes, raw: int) -> bytes:

@@ -32,9 +32,16 @@ from weightcast.manifest.store import Store
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.dtypes import WIDTHS
 from weightcast.schemas.layout import Layout, TensorSpec
-from weightcast.schemas.manifest import FORMAT, ObjectRef, ShardRef, Totals, VersionManifest
+from weightcast.schemas.manifest import (
+    CLASS_FEATURE,
+    FORMAT,
+    ObjectRef,
+    ShardRef,
+    Totals,
+    VersionManifest,
+)
 from weightcast.schemas.names import snapshot_folder
-from weightcast.schemas.shard import Coding, Row
+from weightcast.schemas.shard import Codec, Coding, Row
 
 POOL = ThreadPoolExecutor(4)
 
@@ -103,16 +110,17 @@ class Author:
 
     def publish(
         self, tensors: Tensors, *, coding: Coding | None = None, row_elements: int = 1 << 22, small: int = 1 << 16,
-        rows_a_shard: int = 2, files: Mapping[str, bytes] | None = None,
+        rows_a_shard: int = 2, files: Mapping[str, bytes] | None = None, codec: Codec = "gap",
     ) -> Position:  # fmt: skip
         """A version by delta."""
-        rows = self.rows(tensors, coding=coding, row_elements=row_elements, small=small)
+        rows = self.rows(tensors, coding=coding, row_elements=row_elements, small=small, codec=codec)
         groups = [rows[i : i + rows_a_shard] for i in range(0, len(rows), rows_a_shard)]
         version = len(self.positions)
         shards = [
             put_shard(self.store, version, self.writer.name, i, group) for i, group in enumerate(groups)
         ]
-        return self.commit(tensors, shards=shards, files=files)
+        features = sorted({CLASS_FEATURE for row in rows if row.coding == "class"})
+        return self.commit(tensors, shards=shards, files=files, features=features)
 
     def rows(
         self,
@@ -121,6 +129,7 @@ class Author:
         coding: Coding | None = None,
         row_elements: int = 1 << 22,
         small: int = 1 << 16,
+        codec: Codec = "gap",
     ) -> list[Row]:
         """What leads from the head to `tensors`."""
         before, geometry = self.state(), Geometry(tensors.layout)
@@ -129,7 +138,7 @@ class Author:
             old, _ = carry_over(before, geometry, POOL)
         new = Memory.over(geometry, tensors.bits)
         found = [
-            encode(geometry[i.dtype], new, old, i, coding=coding).row
+            encode(geometry[i.dtype], new, old, i, coding=coding, codec=codec).row
             for i in geometry.intervals(row_elements, small)
         ]
         return [row for row in found if row is not None]

@@ -1,0 +1,279 @@
+"""Steps in the coding `class`: an adaptive binary arithmetic coder (docs/format.md, coded steps).
+
+Common arguments: `chances` uint32 [CHANCES], of each decision the chance of a 1 in 2^-16, and above it how often it
+was made; `low` and `high`, the coder's interval; `used`, bytes of the plane that are settled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .jit import kernel, load, store
+from .jit_classes import leading_zeros
+
+Ints = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+Bits = npt.NDArray[Any]
+Chances = npt.NDArray[np.uint32]
+
+HALF: Final = 1 << 15
+"""The chance of a 1 that a decision starts with, in 2^-16."""
+
+FIRST_ONE: Final = 59_000
+"""The same of a step being one unit: nine in ten are."""
+
+CHANCE_RATE: Final = 7
+"""A chance follows the decisions made by it by 2^-7 of the difference, once it has seen as many."""
+
+SUM: Final = 7
+"""The sum of directions in a line is held within this on both sides."""
+
+SCALES: Final = 32
+"""Exponents that steps are told apart by."""
+
+ONE: Final = SUM + 1
+LENGTH: Final = ONE + SCALES
+LENGTHS: Final = 32
+CHANCES: Final = LENGTH + LENGTHS
+"""Chances: of a direction, from 0 on; of a step of one unit, from ONE on; of a larger one's length, from LENGTH on."""
+
+MIDDLE: Final = 14
+"""Where among the chances of lengths the length is that equals the scale: steps double from exponent to exponent."""
+
+ROOM: Final = 128
+"""Bytes that one change may take or a reader may run past the end, at width 2: 30 bits, each of which may settle
+4 bytes at the very worst, and 4 bytes ahead."""
+
+_WORD: Final = 0xFFFFFFFF
+
+
+@kernel
+def swapped(word: np.uint64) -> np.uint64:
+    """The low 32 bits with their bytes in reverse order."""
+    a, b, c = np.uint64(0xFF), np.uint64(8), np.uint64(24)
+    return (
+        ((word & a) << c)
+        | (((word >> b) & a) << np.uint64(16))
+        | (((word >> np.uint64(16)) & a) << b)
+        | ((word >> c) & a)
+    )
+
+
+@kernel
+def settled_bytes(low: np.uint64, high: np.uint64) -> np.uint64:
+    """How many of their four bytes, from the highest on, are equal."""
+    differ = ((low ^ high) << np.uint64(32)) | np.uint64(1 << 31)
+    return np.uint64(leading_zeros(differ)) >> np.uint64(3)
+
+
+@kernel
+def put(
+    bit: np.uint64, chance: np.uint64, out: np.uint64, low: np.uint64, high: np.uint64, used: np.uint64
+) -> Any:
+    """Code one bit: (low, high, used) after it. Writes 4 bytes at out + used."""
+    middle = low + (((high - low) * chance) >> np.uint64(16))
+    is_one = bit != np.uint64(0)
+    low, high = (low if is_one else middle + np.uint64(1)), (middle if is_one else high)
+    settled = settled_bytes(low, high)
+    shift = settled << np.uint64(3)
+    store(out + used, np.uint32(swapped(high)))
+    ones = (np.uint64(1) << shift) - np.uint64(1)
+    return (low << shift) & np.uint64(_WORD), ((high << shift) | ones) & np.uint64(_WORD), used + settled
+
+
+@kernel
+def get(chance: np.uint64, data: np.uint64, low: Any, high: Any, code: Any, used: Any) -> Any:
+    """Undo `put`: (bit, low, high, code, used). `code` has the four bytes of the plane from `used` on."""
+    middle = low + (((high - low) * chance) >> np.uint64(16))
+    is_one = code <= middle
+    low, high = (low if is_one else middle + np.uint64(1)), (middle if is_one else high)
+    settled = settled_bytes(low, high)
+    shift = settled << np.uint64(3)
+    ones = (np.uint64(1) << shift) - np.uint64(1)
+    low, high = (low << shift) & np.uint64(_WORD), ((high << shift) | ones) & np.uint64(_WORD)
+    used += settled
+    code = swapped(np.uint64(load(data + used, np.uint32(0))))
+    return np.uint64(is_one), low, high, code, used
+
+
+@kernel
+def adapt(chances: Chances, index: Any, bit: np.uint64) -> None:
+    """Move the chance of a decision towards how it was made."""
+    chance, seen = np.int64(chances[index]) & 0xFFFF, np.int64(chances[index]) >> 16
+    rate = min(np.int64(CHANCE_RATE), 64 - leading_zeros(np.uint64(seen + 1)))
+    up = (np.int64(65536) - chance) >> rate
+    chance += up if bit != np.uint64(0) else -(chance >> rate)
+    chances[index] = chance | (min(seen + 1, np.int64(127)) << 16)
+
+
+@kernel
+def code_bit(
+    bit: np.uint64,
+    chances: Chances,
+    index: Any,
+    out: np.uint64,
+    low: np.uint64,
+    high: np.uint64,
+    used: np.uint64,
+) -> Any:
+    """`put` by a chance that is kept, and `adapt` it."""
+    low, high, used = put(bit, np.uint64(chances[index] & np.uint32(0xFFFF)), out, low, high, used)
+    adapt(chances, index, bit)
+    return low, high, used
+
+
+@kernel
+def read_bit(
+    chances: Chances,
+    index: Any,
+    data: np.uint64,
+    low: np.uint64,
+    high: np.uint64,
+    code: np.uint64,
+    used: np.uint64,
+) -> Any:
+    """Undo `code_bit`."""
+    bit, low, high, code, used = get(
+        np.uint64(chances[index] & np.uint32(0xFFFF)), data, low, high, code, used
+    )
+    adapt(chances, index, bit)
+    return bit, low, high, code, used
+
+
+@kernel
+def scale_of(old: np.uint64, exponent: Ints) -> Any:
+    """Which exponent the element had: 0 above the row's top, 1 at it, and on downwards."""
+    return min(
+        max(exponent[2] + 1 - np.int64((old >> np.uint64(exponent[0])) & np.uint64(exponent[1])), 0),
+        SCALES - 1,
+    )
+
+
+@kernel
+def end_of_line(position: Any, line: int, phase: int) -> Any:
+    """Where the line of a position ends, relative to the row; see `write_steps`."""
+    return (np.int64(np.uint64(position + phase) // np.uint64(line)) + 1) * line - phase
+
+
+@kernel
+def length_at(scale: Any, bits: Any) -> Any:
+    """Which chance says whether a step at this scale is longer than so many bits."""
+    return LENGTH + min(max(bits - scale + MIDDLE, 0), LENGTHS - 1)
+
+
+@kernel
+def write_more(
+    more: Any, scale: Any, width: Any, chances: Chances, out: Any, low: Any, high: Any, used: Any
+) -> Any:
+    """Code how many units a step has beyond the first, at least 1: (low, high, used)."""
+    bits = 64 - leading_zeros(more)
+    for b in range(1, np.int64(width) - 1):
+        index = length_at(scale, b)
+        low, high, used = code_bit(np.uint64(bits > b), chances, index, out, low, high, used)
+        if bits == b:
+            break
+    for b in range(bits - 2, -1, -1):
+        bit = (more >> np.uint64(b)) & np.uint64(1)
+        low, high, used = put(bit, np.uint64(HALF), out, low, high, used)
+    return low, high, used
+
+
+@kernel
+def read_more(
+    scale: Any, width: Any, chances: Chances, data: Any, low: Any, high: Any, code: Any, used: Any
+) -> Any:
+    """Undo `write_more`: (more, low, high, code, used)."""
+    bits = np.int64(1)
+    while bits < np.int64(width) - 1:
+        index = length_at(scale, bits)
+        bit, low, high, code, used = read_bit(chances, index, data, low, high, code, used)
+        if bit == np.uint64(0):
+            break
+        bits += 1
+    more = np.uint64(1)
+    for _ in range(bits - 1):
+        bit, low, high, code, used = get(np.uint64(HALF), data, low, high, code, used)
+        more = (more << np.uint64(1)) | bit
+    return more, low, high, code, used
+
+
+@kernel
+def write_steps(
+    positions: Any, olds: Bits, news: Bits, count: int, exponent: Ints, line: int, phase: int,
+    chances: Chances, plane: Bytes,
+) -> Any:  # fmt: skip
+    """Code the steps of changes in a row; bytes of `plane`, or -1 if they do not fit it.
+
+    Args:
+        positions: ascending, relative to the row.
+        line: elements in a line, at the end of which the sum of directions is forgotten.
+        phase: elements of the first line that lie before the row.
+    """
+    out = np.uint64(plane.ctypes.data)
+    low, high, used = np.uint64(0), np.uint64(_WORD), np.uint64(0)
+    width = np.uint64(olds.itemsize * 8)
+    sign = width - np.uint64(1)
+    keep = (np.uint64(2) << sign) - np.uint64(1)
+    total: Any = np.int64(0)
+    end = end_of_line(np.int64(0), line, phase)
+    for i in range(count):
+        if np.int64(used) + ROOM > plane.size:
+            return -1
+        if np.int64(positions[i]) >= end:
+            total = np.int64(0)
+            end = end_of_line(np.int64(positions[i]), line, phase)
+        old = np.uint64(olds[i])
+        step = (np.uint64(news[i]) - old) & keep
+        down = step >> sign
+        rises = (down ^ (old >> sign)) == np.uint64(0)
+        bit = np.uint64(rises != (total < 0))
+        low, high, used = code_bit(bit, chances, abs(total), out, low, high, used)
+        total = min(max(total + (1 if rises else -1), -SUM), SUM)
+        more = ((np.uint64(0) - step) & keep if down != np.uint64(0) else step) - np.uint64(1)
+        scale, is_one = scale_of(old, exponent), np.uint64(more == np.uint64(0))
+        low, high, used = code_bit(is_one, chances, ONE + scale, out, low, high, used)
+        if more != np.uint64(0):
+            low, high, used = write_more(more, scale, width, chances, out, low, high, used)
+    plane[used] = (low >> np.uint64(24)) + np.uint64(1)
+    return np.int64(used) + 1
+
+
+@kernel
+def read_steps(
+    positions: Ints, values: Bits, exponent: Ints, line: int, phase: int,
+    chances: Chances, plane: Bytes, size: int,
+) -> Any:  # fmt: skip
+    """Undo `write_steps`: turn old bits into new ones, in place. False if the plane is not what it would have made.
+
+    Args:
+        positions: relative to the row.
+        plane: of `size` bytes, and ROOM zeros more.
+    """
+    data = np.uint64(plane.ctypes.data)
+    low, high, used = np.uint64(0), np.uint64(_WORD), np.uint64(0)
+    code = swapped(np.uint64(load(data, np.uint32(0))))
+    width = np.uint64(values.itemsize * 8)
+    sign = width - np.uint64(1)
+    total: Any = np.int64(0)
+    end = end_of_line(np.int64(0), line, phase)
+    for i in range(positions.size):
+        if np.int64(used) >= size:
+            return False
+        if positions[i] >= end:
+            total = np.int64(0)
+            end = end_of_line(positions[i], line, phase)
+        old = np.uint64(values[i])
+        bit, low, high, code, used = read_bit(chances, abs(total), data, low, high, code, used)
+        rises = (bit != np.uint64(0)) != (total < 0)
+        total = min(max(total + (1 if rises else -1), -SUM), SUM)
+        scale = scale_of(old, exponent)
+        is_one, low, high, code, used = read_bit(chances, ONE + scale, data, low, high, code, used)
+        step = np.uint64(1)
+        if is_one == np.uint64(0):
+            more, low, high, code, used = read_more(scale, width, chances, data, low, high, code, used)
+            step += more
+        values[i] = old + step if rises == ((old >> sign) == np.uint64(0)) else old - step
+    return np.int64(used) + 1 == size and np.uint64(plane[used]) == (low >> np.uint64(24)) + np.uint64(1)
