@@ -74,7 +74,7 @@ class Sidecar:
         def found() -> dict[str, Any] | None:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the sidecar ended with {self.process.returncode}: {self.tail()}")
-            return next((row for row in self.applied() if row["version"] == version), None)
+            return next((row for row in self.applied() if row.get("version") == version), None)
 
         try:
             return wait_for(found, timeout_s, f"version {version}")

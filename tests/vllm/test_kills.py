@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
+from weightcast.schemas.errors import Conflict
+
 from .conftest import Live, Spec
 
 INSIDE = {
@@ -64,11 +66,13 @@ def test_killed_before_the_engine_is_told(live: Live, delay_s: float) -> None:
         check_whole(live)
 
 
-def test_b196_a_second_sidecar_changes_nothing(live: Live) -> None:
-    """It waits or ends; the first one goes on."""
+def test_b196_of_two_sidecars_one_goes_on_and_nothing_is_mixed(live: Live) -> None:
+    """The one that came last has taken the server over; the other ends with a conflict as soon as it notices."""
     with live.sidecar() as first:
         live.server.wait_held(live.feed.head)
-        with live.sidecar():
+        with live.sidecar() as second:
             live.feed.reveal(live.feed.head + 1)
-            first.wait_applied(live.feed.head)
             check_whole(live)
+            codes = [sidecar.process.poll() for sidecar in (first, second)]
+            assert None in codes
+            assert set(codes) <= {None, Conflict.exit_code}
