@@ -66,6 +66,13 @@ class ServerState(_Document):
         return first if all(row.whole and row.held == first for row in self.ranks) else None
 
 
+class Pulse(_Document):
+    """Answer of `pulse`, which no worker is asked for: vLLM's workers spin for a second after each call."""
+
+    process: str  # random id of the API server process; another one after a restart
+    resting: bool  # an engine is paused, or sleeps
+
+
 class Region(_Document):
     """A recorded move's source, and the digest of the live bits that it leads to."""
 

@@ -22,6 +22,7 @@ from weightcast.schemas.engine import (
     InstallReport,
     InstallRequest,
     LoadRequest,
+    Pulse,
     ReadReport,
     ReadRequest,
     ServerState,
@@ -89,6 +90,10 @@ class EngineClient:
         if state.protocol != PROTOCOL:
             raise self._other_protocol(state.protocol)
         return state
+
+    def pulse(self) -> Pulse:
+        """See Pulse."""
+        return self._ask("pulse", None, Pulse, STATE_S)
 
     def attach(self, request: AttachRequest) -> AttachReport:
         """See AttachRequest."""

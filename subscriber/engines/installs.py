@@ -51,6 +51,11 @@ class Installs:
             self._failed(error)
             self._explain(error, before, request.target)
 
+    @property
+    def pending(self) -> bool:
+        """Whether there is an install whose outcome is not known."""
+        return self._staging.kept() is not None
+
     def finish(self, state: ServerState) -> InstallReport | None:
         """Finish the install whose outcome is not known, if there is one, on an engine that is in `state`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from weightcast.schemas.engine import (
     InstallRequest,
     LoadRequest,
     PauseMode,
+    Pulse,
     RankRow,
     ReadRequest,
     ServerState,
@@ -45,6 +47,8 @@ from .staging import Positions, Staging, map_values
 
 log = logging.getLogger(__name__)
 
+LOOK_S: Final = 10.0
+"""Seconds between two questions to all ranks while nothing happens: another subscriber may have taken them over."""
 _SHOWN: Final = 5  # tensors that an error names
 
 Observer = Callable[[InstallReport | VerifyReport], None]
@@ -91,6 +95,8 @@ class Session:
         self._state: ServerState | None = None
         self._slept = False
         self._suspect = False  # the live bits may not be what the ranks say
+        self._known: set[str] = set()  # API server processes that answered since the plan was made
+        self._looked = -LOOK_S  # when all ranks were last asked
         self._verified: int | None = None  # version up to which the live bits were proved in full
         self.observer: Observer | None = None
 
@@ -102,11 +108,16 @@ class Session:
     def look(self) -> None:
         """Ask the engine what it holds, and finish an install whose outcome is not known.
 
+        While nothing can have happened, only its pulse is taken: workers that are asked are kept busy by it.
+
         Raises:
             StorageError: it cannot be reached, or sleeps.
             Conflict: another subscriber has taken it over.
             Corrupt: an install could not be finished; the engine stays paused.
         """
+        pulse = self._client.pulse()
+        if self._is_calm(pulse):
+            return
         state = self._client.state()
         self._check_ours(state)
         self._state = state
@@ -121,6 +132,20 @@ class Session:
         if self._slept and self._plan is not None:
             self._suspect = not self.verify().good
         self._slept = False
+        self._known.add(pulse.process)
+        self._looked = time.monotonic()
+
+    def _is_calm(self, pulse: Pulse) -> bool:
+        """Whether the engine serves what it did when it was last asked, as far as that can change unseen."""
+        return (
+            pulse.process in self._known
+            and not pulse.resting
+            and not self._slept
+            and self._plan is not None
+            and self.held is not None
+            and not self._installs.pending
+            and time.monotonic() - self._looked < LOOK_S
+        )
 
     def _check_ours(self, state: ServerState) -> None:
         """Notice a restart, and another subscriber."""
@@ -129,6 +154,7 @@ class Session:
         if _processes(state.ranks) != self._plan.processes or any(row.session is None for row in state.ranks):
             log.warning("the engine at %s was restarted, or lost its weights", self._client.url)
             self._plan, self._suspect = None, False
+            self._known.clear()
         elif any(row.session != self._id for row in state.ranks):
             raise Conflict(
                 f"another subscriber has taken over the engine at {self._client.url}",
@@ -269,6 +295,7 @@ class Session:
     def _installed(self, report: InstallReport) -> None:
         self._know(report.ranks)
         self._suspect = False
+        self._looked = -LOOK_S  # what the report says is seen for once
         self._tell(report)
 
     def _verify_if_due(self, held: Held) -> None:

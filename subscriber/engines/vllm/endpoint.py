@@ -59,6 +59,7 @@ class Endpoint:
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes. They are not part of the server's public description."""
         router = APIRouter(prefix=PREFIX, include_in_schema=False)
+        router.add_api_route("/pulse", self._route(None, lambda s, _: s.pulse()), methods=["GET"])
         router.add_api_route("/state", self._route(None, lambda s, _: s.state()), methods=["GET"])
         posts: dict[str, tuple[type[BaseModel], Callable[[Service, Any], Awaitable[BaseModel]]]] = {
             "/attach": (documents.AttachRequest, Service.attach),

@@ -19,6 +19,7 @@ from weightcast.schemas.engine import (
     InstallReport,
     InstallRequest,
     LoadRequest,
+    Pulse,
     RankReport,
     ReadReport,
     ReadRequest,
@@ -58,7 +59,13 @@ class Service:
         self._stage = stage
         self._gate = Gate(lock)
         self._ranks = Ranks(engine, stage)
+        self._process = secrets.token_hex(8)
         self._installer = Installer(engine, self._ranks)
+
+    async def pulse(self) -> Pulse:
+        """Whether this is still the same server, and generates."""
+        resting = await ask("tell whether it sleeps", self._engine.resting())
+        return Pulse(process=self._process, resting=resting)
 
     async def state(self) -> ServerState:
         """What every rank holds. Does not wait for an op that runs, but its ranks may be busy.

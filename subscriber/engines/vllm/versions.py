@@ -177,9 +177,11 @@ class Engine:
 
         vLLM's own `is_sleeping` is true of every paused engine, too; that alone does not count here.
         """
-        if not await self._client.is_sleeping():
-            return False
-        return any(await self._client.collective_rpc(ASLEEP_METHOD))
+        return await self.resting() and any(await self._client.collective_rpc(ASLEEP_METHOD))
+
+    async def resting(self) -> bool:
+        """Whether an engine is paused or sleeps; no worker is asked."""
+        return bool(await self._client.is_sleeping())
 
     async def label(self, text: str) -> None:
         """Set the weight version label that outputs carry. Does nothing where the release has none."""

@@ -34,6 +34,7 @@ from weightcast.schemas.engine import (
     InstallReport,
     InstallRequest,
     LoadRequest,
+    Pulse,
     RankRow,
     ReadReport,
     ReadRequest,
@@ -113,6 +114,7 @@ class Engine:
     def restart(self) -> None:
         """As a process that was started anew: base weights, nothing known."""
         self.paused = self.sleeping = False
+        self.process = uuid.uuid4().hex
         self.label: str | None = None
         self.layout: Layout | None = None
         self.ranks = [Rank(f"dp0-pp0-tp{i}", self._parts(i)) for i in range(self.count)]
@@ -170,6 +172,10 @@ class Engine:
             raise self._faults[name].pop(0)
 
     # What the routes do.
+
+    def pulse(self) -> Pulse:
+        """GET pulse."""
+        return Pulse(process=self.process, resting=self.paused or self.sleeping)
 
     def state(self) -> ServerState:
         """GET state."""
@@ -444,6 +450,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _work(self, route: str, body: bytes | None) -> tuple[int, dict[str, Any]]:
         engine = self.fake.engine
         try:
+            if route == "pulse":
+                return 200, engine.pulse().model_dump()
             if body is None:
                 return 200, engine.state().model_dump()
             request = _REQUESTS[route].model_validate_json(body)

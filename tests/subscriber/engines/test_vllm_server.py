@@ -344,6 +344,23 @@ def test_b194_after_a_sleep_the_bits_are_proved_whatever_the_ranks_say(
     assert engine.serving() == bits(model)
 
 
+def test_a_calm_engine_is_not_asked_for_its_ranks_at_every_poll(
+    store: FaultStore, trainer: Trainer, subscriber_at: At, engine: Engine, target: Open, model: Model
+) -> None:
+    """vLLM's workers spin for a second after each question."""
+    trainer.publish(model)
+    subscriber = subscriber_at(store, target())
+    subscriber.once()
+    subscriber.once()
+    del engine.calls[:]
+    for _ in range(5):
+        subscriber.once()
+    assert engine.calls.count("state") == 0
+    engine.restart()
+    subscriber.once()
+    assert engine.calls.count("state") > 0
+
+
 def test_b196_the_later_of_two_subscribers_drives_the_engine_and_the_other_ends(
     store: FaultStore, trainer: Trainer, subscriber_at: At, engine: Engine, target: Open, model: Model
 ) -> None:
@@ -372,7 +389,7 @@ def test_b198_a_server_without_the_plugin_is_an_error_that_says_what_to_do(
 ) -> None:
     trainer.publish(model)
     server.absent = status
-    with pytest.raises(UsageError, match=r"no route /weightcast/state.*VLLM_PLUGINS=weightcast"):
+    with pytest.raises(UsageError, match=r"no route /weightcast/pulse.*VLLM_PLUGINS=weightcast"):
         subscriber_at(store, target()).once()
 
 
