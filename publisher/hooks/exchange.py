@@ -110,7 +110,9 @@ class Exchange:
 
 
 def _accelerator() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    """A build with CUDA names it as its accelerator on hosts without a GPU, too."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")
 
 
 class Replica:
