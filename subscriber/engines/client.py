@@ -147,7 +147,7 @@ class EngineClient:
             except (OSError, http.client.HTTPException) as error:
                 raise StorageError(
                     f"the engine at {self.url} does not answer {route}: {error or type(error).__name__}",
-                    hint="it is asked again; start it if it is down",
+                    hint="start it if it is down; a sidecar that runs on asks again",
                 ) from error
 
     def _refusal(self, route: str, status: int, body: bytes) -> WeightcastError:
