@@ -42,7 +42,7 @@ def locate(table: Any, move: int, rest: int) -> Any:
     start, target, inside = np.int64(0), np.int64(0), True
     for d in range(dims[move] - 1):
         index = (rest - start) // sources[move, d]
-        inside &= index < shape[move, d]
+        inside &= 0 <= index < shape[move, d]
         start += index * sources[move, d]
         target += index * targets[move, d]
     return start, target, inside
@@ -55,18 +55,21 @@ def select(
 ) -> int:  # fmt: skip
     """Those of positions [first, last) that are in the source of a move; returns how many.
 
-    at: their flat positions; found: which they are; places: byte addresses of them in the target.
+    at: their flat positions; found: which they are; places: byte addresses of them in the target, and never outside
+    of it, even if the positions do not ascend. Then some are left out: all of them if the source is contiguous.
     """
     dims, shape, sources, targets, begin, _, address = table
     inner = dims[move] - 1
     start, size, step = begin[move], shape[move, inner], sources[move, inner]
     scale = targets[move, inner] * width(tag)
     if inner == 0 and step == 1:  # all of them: no branch, so that it becomes vectors
+        fits = True
         for i in range(last - first):
             flat = np.int64(load(positions + np.uint64((first + i) * 8), _POSITION))
             at[i], found[i] = flat, first + i
             places[i] = address[move] + np.uint64((flat - start) * scale)
-        return last - first
+            fits &= np.uint64(flat - start) < np.uint64(size)
+        return last - first if fits else 0
     outer = sources[move, inner - 1] if inner > 0 else _FAR
     base, origin, inside, count = -_FAR, address[move], False, 0
     for i in range(last - first):
@@ -78,7 +81,7 @@ def select(
         index = ahead if step == 1 else ahead // step
         at[count], found[count] = flat, first + i
         places[count] = origin + np.uint64(index * scale)
-        count += inside and index < size and index * step == ahead
+        count += inside and 0 <= index < size and index * step == ahead
     return count
 
 

@@ -102,7 +102,10 @@ class Installs:
         self._staging.forget()
         self.succeeded()
         log.info(
-            "the engine was paused for %.3f s, of which it wrote %.3f s", report.paused_s, report.write_s
+            "the engine was paused for %.3f s: %.3f s until it stood still, %.3f s to write and read back",
+            report.paused_s,
+            report.drain_s,
+            report.write_s,
         )
         return report
 

@@ -166,10 +166,16 @@ class LiveWeights:
             values.append(bits)
         return np.concatenate(index), np.concatenate(values)
 
-    def write(self, changes: Mapping[str, Changes]) -> dict[int, Digest]:
+    def write(self, changes: Mapping[str, Changes], *, checked: bool = False) -> dict[int, Digest]:
         """Write absolute values to every place that holds them, and read them back. Idempotent.
 
         Nothing is written unless `check` passes.
+
+        Args:
+            changes: absolute values, by dtype.
+            checked: these very changes have passed `check`, so that only the storages are looked at again. Changes in
+                mapped files could have moved since: what does not ascend any more is never written elsewhere, but
+                left out, and the digest tells.
 
         Returns:
             For each class how far what this rank has of it moved, by the bits that were there before; of a class that
@@ -180,7 +186,7 @@ class LiveWeights:
             Corrupt: likewise, or what was written does not read back, or copies that `by_class` found equal moved by
                 different ways. The weights are no version then: once written again, `parts` tells what they are.
         """
-        self.check(changes)
+        self.check(None if checked else changes)
         sound, self._sound = self._sound, False
         moved: dict[int, Digest] = {}
         for dtype, found in changes.items():

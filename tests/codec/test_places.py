@@ -138,6 +138,22 @@ def test_moves_longer_than_any_block_and_share(
     assert np.array_equal(bits, values[index])
 
 
+@given(engines(), st.integers(0, 2**32))
+def test_positions_that_do_not_ascend_write_nothing_outside_of_the_targets(engine: Engine, seed: int) -> None:
+    rng, n = np.random.default_rng(seed), engine.space.elements
+    at = np.sort(rng.integers(0, n + 1, 200))
+    at[rng.random(200) < 0.1] = rng.integers(-(2**40), 2**40)
+    at[rng.random(200) < 0.1] = rng.integers(-n - 1, 2 * n + 1)
+    outside = []
+    for move, storage in zip(engine.moves, engine.storages, strict=True):
+        mask = np.ones(len(storage), bool)
+        mask[elements_of(move.target)] = False
+        outside.append((storage, mask, storage[mask]))
+    engine.table.write(at, random_bits(engine.space.width, len(at), rng), range(len(engine.moves)))
+    for storage, mask, before in outside:
+        assert np.array_equal(storage[mask], before)
+
+
 def test_a_write_that_does_not_read_back_names_its_move(rng: np.random.Generator) -> None:
     """Both elements of the second move's target are one."""
     moves = [

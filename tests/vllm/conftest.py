@@ -71,15 +71,15 @@ class Bed:
         model = self.checkpoint(spec.kind, version)
         return self.references.of(model, layout=spec.layout, ranks=spec.ranks, **more)
 
-    def live(self, spec: Spec, **more: Any) -> Live:
-        """A starting server on version 0, and a feed whose head that is."""
+    def live(self, spec: Spec, *, threads: str | None = None, **more: Any) -> Live:
+        """A starting server on version 0, and a feed whose head that is. Threads: the cores, if not those of its ranks."""
         self._served += 1
         folder = self._own / f"{self._served}-{spec.name}"
         feed = Feed(self.stream(spec.kind), folder / "root")
         ranks = spec.ranks * spec.replicas
         cores = "|".join(map(str, range(ranks))) if ranks > 1 else str(self._core)
         model = self.checkpoint(spec.kind, 0)
-        server = Server(model, folder, spec.options, layout=spec.layout, threads=cores, **more)
+        server = Server(model, folder, spec.options, layout=spec.layout, threads=threads or cores, **more)
         return Live(self, spec, server, feed, folder)
 
 

@@ -81,13 +81,19 @@ class Plan:
     ) -> dict[int, Digest]:
         """Patch tensors, and reload layers from the checkpoint of the target version.
 
+        Args:
+            model: the engine's.
+            config: vLLM's.
+            changes: have passed `live.check`: it would be done again while the engine is paused.
+            tensors: by name, of layers that are reloaded.
+
         Returns:
             As `LiveWeights.write`.
 
         Raises:
             Corrupt, UsageError: as `LiveWeights.write`, `reload` and `refresh`.
         """
-        moved = self.live.write(changes)
+        moved = self.live.write(changes, checked=True)
         self._follow(model, config, tensors)
         return moved
 

@@ -24,6 +24,7 @@ from weightcast.schemas.errors import Conflict, Corrupt, StorageError, UsageErro
 
 from ..staging import map_positions, map_values, read_layout, read_staged
 from . import ops, sources
+from .cores import bound_cores, on_cores
 from .ops import Reply
 from .plan import Plan, make_plan
 from .sources import Bytes
@@ -98,7 +99,7 @@ class Rank:
     def reply(self, op: str, request: str, call_dir: Path) -> Reply:
         """Do an op. An error becomes a reply's fault: whatever it is, it must not end the engine."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), on_cores(bound_cores()):
                 return self._ops[op](request, call_dir)
         except WeightcastError as error:
             fault = ops.fault_of(error)

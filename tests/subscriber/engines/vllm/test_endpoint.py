@@ -35,10 +35,10 @@ def fail_write(server: Server, rank: int, times: int, *, torn: bool) -> None:
     live, left = server.client.workers[rank].live, times
     plain = live.write
 
-    def write(changes: dict[str, Changes]) -> Any:
+    def write(changes: dict[str, Changes], *, checked: bool) -> Any:
         nonlocal left
         if not left:
-            return plain(changes)
+            return plain(changes, checked=checked)
         left -= 1
         if torn:
             plain({d: Changes(d, c.positions[::2], c.values[::2]) for d, c in changes.items()})

@@ -96,7 +96,7 @@ def test_parts_are_read_anew_after_a_write_of_unknown_outcome(server: Server) ->
     live = worker.live
     plain = live.write
 
-    def write(changes: Any) -> Any:
+    def write(changes: Any, **_: Any) -> Any:
         plain(changes)
         raise RuntimeError("after the last byte")
 
