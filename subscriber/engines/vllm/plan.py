@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from weightcast.codec import Changes, Geometry, Move
+from weightcast.mapping.record import Recording, record
 from weightcast.schemas import engine
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.engine import RankReport
@@ -16,7 +17,6 @@ from weightcast.schemas.errors import UsageError
 from weightcast.schemas.layout import Layout
 
 from ..live import LiveWeights
-from ..record import Recording, record
 from .copies import find_copies, refresh
 from .dense import judge, reload
 from .sources import Bytes, as_tensor, without

@@ -114,6 +114,8 @@ class Service:
             if paused and not all(reply.row.whole for reply in before):
                 replies = await self._installer.finish(request.session, held)
             else:
+                # Same bits, so nothing is stale, but what is made from now on shall say from which version.
+                await ask("set its weight version", self._engine.label(str(held.version)))
                 replies = await self._ranks.call("commit", Commit(session=request.session, held=held))
         return await self._state(replies)
 

@@ -255,6 +255,14 @@ def test_adopt_wants_the_bits_to_be_the_version(server: Server) -> None:
     server.attach()
     assert fault(server.adopt(1)) == (500, "corrupt", False)
     assert all(row["held"] is None for row in server.state()["ranks"])
+    assert server.client.label == "default"
+
+
+def test_an_adopted_version_is_what_outputs_say(server: Server) -> None:
+    """A server that was started on the head's checkpoint: nothing is written, and rollouts carry a version all the same."""
+    server.attach()
+    assert server.adopt(0)[0] == 200
+    assert server.client.label == "0"
 
 
 @pytest.mark.parametrize("how", ["outside", "link", "relative", "missing"])
@@ -352,7 +360,7 @@ def test_b187_a_rank_that_fails_twice_leaves_the_engine_paused_until_it_is_heale
         state = server.state()
         assert state["paused"]
         assert not any(row["whole"] for row in state["ranks"])
-        assert server.client.label == "default"
+        assert server.client.label == "0"
     assert server.install(0, 1)[0] == 200  # the same once more
     assert server.serves(1)
     assert not server.client.is_paused_now
@@ -389,7 +397,7 @@ def test_what_was_written_must_be_the_target(server: Server) -> None:
     answer = server.post("/install", **request)
     assert fault(answer) == (500, "corrupt", True)
     assert "reset prefix" not in server.client.log
-    assert server.client.label == "default"
+    assert server.client.label == "0"
     assert server.install(0, 2)[0] == 200
     assert server.serves(2)
 

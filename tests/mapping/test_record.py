@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.codec.regions import Move, Region
+from weightcast.mapping.images import Image
+from weightcast.mapping.record import Recording, record
 from weightcast.schemas.layout import Layout, TensorSpec
-from weightcast.subscriber.engines.images import Image
-from weightcast.subscriber.engines.record import Recording, record
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 Loader = Callable[[torch.nn.Module, str, torch.Tensor], object]

@@ -16,6 +16,7 @@ from weightcast.schemas.errors import UsageError
 
 from .belongings import Owned, storage_of
 from .images import Image
+from .mosaic import Mosaic
 from .operations import (
     CLONES,
     COPIES,
@@ -33,6 +34,9 @@ from .operations import (
 )
 
 _aten = torch.ops.aten
+
+Content = Image | Mosaic | frozenset[str]
+"""What a storage holds; names: of the tensors that it was computed from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +67,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `numpy()` and `tolist()`.
 
     Attributes:
+        subject: whose code is followed, for the reasons.
         current: name that the loader took last; None before the first and after the last.
         copies: what was recorded.
         overwrites: other writes to the model.
         refused: name -> why its copies, if there are any, are not all that happens to it.
     """
+
+    subject = "the loader"
 
     def __init__(self, owned: Mapping[int, Owned]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,11 +83,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.overwrites: list[Overwrite] = []
         self.refused: dict[str, str] = {}
         self._owned = owned
-        self._known: dict[int, Image | frozenset[str]] = {}  # by storage; names: what it was computed from
+        self._known: dict[int, Content] = {}  # by storage
         self._casts: dict[int, str] = {}  # storages that were only cast: from what to what
         self._references: list[StorageWeakRef] = []  # so that no number of a storage comes twice
 
-    def track(self, tensor: torch.Tensor, known: Image | frozenset[str]) -> None:
+    def track(self, tensor: torch.Tensor, known: Content) -> None:
         """Say what the storage of a tensor holds."""
         storage = storage_of(tensor)
         if storage and storage not in self._known:
@@ -91,7 +98,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def names(self, storage: int) -> frozenset[str]:
         """Which checkpoint tensors a storage holds, or was computed from."""
         known = self._known.get(storage, frozenset())
-        return frozenset({known.tensor}) if isinstance(known, Image) else known
+        return known if isinstance(known, frozenset) else known.names
 
     def owner(self, tensor: torch.Tensor) -> Owned | None:
         """The model's storage that a tensor is a view of, if it is one."""
@@ -132,12 +139,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not any(s in self._owned for s in storages):
             if not names or func.overloadpacket is _aten.set_:
                 return func(*args, **kwargs)
-            for tensor in written:
-                self._spoil(tensor, names)
+            for tensor, value in self._pairs(func, args, written):
+                self._spoil(func, tensor, value, names)
         else:
             for tensor, value in self._pairs(func, args, written):
                 if storage_of(tensor) not in self._owned:
-                    self._spoil(tensor, names)
+                    self._spoil(func, tensor, value, names)
                 elif func in COPIES or func in FILLS:
                     self._store(tensor, value, func)
                 else:
@@ -156,11 +163,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return zip(written, values, strict=True)
 
-    def _spoil(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
+    def _spoil(self, func: Any, tensor: torch.Tensor, value: Any, names: frozenset[str]) -> None:
         """Memory that is not the model's gets values from checkpoint tensors."""
         known = self._known.get(storage_of(tensor))
         if isinstance(known, Image):
-            self.refuse([known.tensor], "the loader changes the loaded tensor in place")
+            self.refuse([known.tensor], f"{self.subject} changes the loaded tensor in place")
             names |= {known.tensor}
         self.track(tensor, names | (known if isinstance(known, frozenset) else frozenset()))
 
@@ -174,7 +181,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._damage(target, frozenset(), "written from a tensor that is not in the checkpoint")
         elif not isinstance(known, Image):
             how = self._casts.get(storage_of(value))
-            self._damage(target, known, how or "written from a computed tensor")
+            self._damage(target, self.names(storage_of(value)), how or "written from a computed tensor")
         else:
             self._copy(target, value, known)
 
@@ -222,7 +229,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names: frozenset[str],
     ) -> Any:
         if signature.reads and not (func is _aten.index.Tensor and not self._names_in(args[1:])):
-            self.refuse(names, "the loader looks at values")
+            self.refuse(names, f"{self.subject} looks at values")
         if func is _aten._local_scalar_dense.default:
             return True if args[0].dtype is torch.bool else 1 if not args[0].is_floating_point() else 1.0
         if signature.reads:
@@ -243,16 +250,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         looks = func(*tree_map_only(torch.Tensor, ghost, args), **tree_map_only(torch.Tensor, ghost, options))
 
         def blank(ghost: torch.Tensor) -> torch.Tensor:
-            result = torch.empty_strided(ghost.size(), ghost.stride(), dtype=ghost.dtype, device=device)
-            self.track(result, self._image(func, args[0], result) or names)
+            result = self._blank(ghost, device)
+            self.track(result, self._content(func, args, result) or names)
             if func in CLONES and args[0].dtype is not result.dtype:
                 self._casts[storage_of(result)] = cast(args[0], result)
             return result
 
         return tree_map_only(torch.Tensor, blank, looks)
 
-    def _image(self, func: Any, value: Any, result: torch.Tensor) -> Image | None:
-        known = self._known.get(storage_of(value)) if func in CLONES else None
+    def _blank(self, ghost: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+        """New memory for a result; nothing writes to it."""
+        return torch.empty_strided(ghost.size(), ghost.stride(), dtype=ghost.dtype, device=device)
+
+    def _content(self, func: Any, args: tuple[Any, ...], result: torch.Tensor) -> Content | None:
+        """What the new storage of `result` holds, if that was only copied."""
+        if func not in CLONES:
+            return None
+        value: torch.Tensor = args[0]
+        known = self._known.get(storage_of(value))
         if not isinstance(known, Image) or value.dtype is not result.dtype or is_lazy_math(value):
             return None
         if value.element_size() != known.width:

@@ -24,6 +24,11 @@ class Image:
     storage: Region
     source: Region
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The tensor."""
+        return frozenset({self.tensor})
+
     @classmethod
     def whole(cls, tensor: str, width: int, elements: int) -> Image:
         """Of a storage that holds the tensor as a checkpoint does."""
