@@ -75,7 +75,12 @@ _scratch = _Scratch()
 def suits(space: FlatSpace, interval: Interval, count: int) -> bool:
     """Whether a row with so many changes can have this coding, and may be smaller in it."""
     inside = space.tensor_at(interval.start) == space.tensor_at(interval.stop - 1)
-    return inside and space.dtype in EXPONENTS and count < MAX_DENSITY * interval.length
+    return inside and may_pay(space.dtype, interval.length, count)
+
+
+def may_pay(dtype: str, length: int, count: int) -> bool:
+    """The same of a row that lies in one tensor."""
+    return dtype in EXPONENTS and count < MAX_DENSITY * length
 
 
 def encode(
@@ -92,16 +97,22 @@ def encode(
     """
     first = space.tensor_at(interval.start)
     lines = Lines.of(space.specs[first].shape, interval.start - int(space.starts[first]), interval.length)
-    exponent = np.array(
-        [*EXPONENTS[space.dtype], _top_exponent(space.dtype, address, interval.length, space.width)]
-    )
+    return encode_lines(space.dtype, address, interval.length, lines, positions, olds, news)
+
+
+def encode_lines(
+    dtype: str, address: int, length: int, lines: Lines, positions: Positions, olds: Bits, news: Bits
+) -> Coded | None:
+    """The same of a row of `length` elements that lie side by side, and whose lines these are."""
+    width = olds.itemsize
+    exponent = np.array([*EXPONENTS[dtype], _top_exponent(dtype, address, length, width)])
     plane = _scratch.take("steps", STEP_BYTES * len(positions) + 2 * kernels_steps.ROOM, np.uint8)
     used = kernels_steps.write_steps(
         positions, olds, news, len(positions), exponent, lines.elements, lines.phase, _chances(), plane
     )
     if used < 0:
         return None
-    gaps = _write_gaps(address, interval.length, lines, positions, exponent, space.width)
+    gaps = _write_gaps(address, length, lines, positions, exponent, width)
     return Coded(gaps, plane[:used].tobytes())
 
 
@@ -111,12 +122,12 @@ def decode(space: FlatSpace, row: Row, address: int) -> tuple[Ints, Bits, Bits]:
     Args:
         space: of the row's dtype.
         row: from a shard; nothing in its planes is trusted.
-        address: of all its bits in the parent.
+        address: of all its bits in the parent, side by side.
 
     Raises:
         Corrupt: the planes break a rule of docs/format.md.
     """
-    lines = Lines.of(row.shape, row.offset, row.length)
+    lines = Lines.of(row.shape, row.offset, row.length, row.run)
     exponent = np.array([*EXPONENTS[row.dtype], row.gaps[0]])
     found = _read_gaps(row, address, lines, exponent, space.width)
     if found is None:
@@ -138,7 +149,7 @@ def check(row: Row) -> None:
     Raises:
         Corrupt: a rule of docs/format.md is broken.
     """
-    lines = Lines.of(row.shape, row.offset, row.length)
+    lines = Lines.of(row.shape, row.offset, row.length, row.run)
     if _read_lists(row, lines) is None:
         raise Corrupt(f"row of tensor {row.tensor!r}: gaps are not those of {row.count} changes")
 

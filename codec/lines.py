@@ -29,14 +29,19 @@ class Lines:
     count: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], offset: int, length: int) -> Lines:
-        """The lines of a row of `length` elements from element `offset` of a tensor of this shape."""
+    def of(cls, shape: tuple[int, ...], offset: int, length: int, run: int = 0) -> Lines:
+        """The lines of a row of `length` elements from element `offset` of a tensor of this shape.
+
+        Those of a box, of which `run` are one, begin with its runs.
+        """
         elements = 1
         for dimension in reversed(shape):
             elements *= dimension
             if elements >= MIN_LINE:
                 break
-        phase = offset % elements
+        if run and run % elements:
+            elements = run * -(-MIN_LINE // run)
+        phase = 0 if run else offset % elements
         return cls(elements, phase, -(-(phase + length) // elements))
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from weightcast.schemas.dtypes import WIDTHS
 from weightcast.schemas.errors import Corrupt, UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
-from weightcast.schemas.shard import MAX_ROW_ELEMENTS, Row
+from weightcast.schemas.shard import MAX_ROW_ELEMENTS, Row, has_possible_box
 
 ROW_ELEMENTS: Final = 1 << 22
 """Elements of a row that `split` aims at: at 0.2 % density a plane has 8 kB, a Huffman table 1 % of it."""
@@ -104,10 +104,11 @@ class FlatSpace:
             raise UsageError(f"{interval} is not inside the {self.dtype} space of {self.elements} elements")
 
     def locate(self, row: Row) -> int:
-        """Flat start of the interval of `row`, after checking that the row fits this space.
+        """Flat start of the interval or box of `row`, after checking that the row fits this space.
 
         Raises:
-            Corrupt: dtype, tensor, shape, offset, length or `tensors` are not those of an interval of it.
+            Corrupt: dtype, tensor, shape, offset, length, `tensors`, run or stride are not those of an interval of it
+                or of a box in one of its tensors.
         """
         position = self.index.get(row.tensor) if row.dtype == self.dtype else None
         if position is None:
@@ -120,7 +121,12 @@ class FlatSpace:
                 f"row of tensor {row.tensor!r}: elements {row.offset} to {row.offset + row.length} are not "
                 f"inside the {self.dtype} space, where the tensor has {spec.elements}"
             )
-        tensors = self.tensor_at(start + row.length - 1) - position + 1
+        if not has_possible_box(row) or (row.is_box and row.stop > spec.elements):
+            raise Corrupt(
+                f"row of tensor {row.tensor!r}: {row.length} elements from {row.offset} on in runs of {row.run} that "
+                f"begin {row.stride} apart are not a box in a tensor of {spec.elements}"
+            )
+        tensors = 1 if row.is_box else self.tensor_at(start + row.length - 1) - position + 1
         shape = spec.shape if tensors == 1 else ()
         if (row.tensors, row.shape) != (tensors, shape):
             raise Corrupt(

@@ -20,7 +20,8 @@ from weightcast.schemas.errors import Corrupt, Gap, NotFound, Untrusted, Weightc
 from weightcast.schemas.layout import Layout
 
 from .chain import Position
-from .deltas import DeltaFetcher, apply_directly
+from .deltas import apply_directly
+from .fetch import DeltaFetcher
 from .plan import Route, SnapshotChoice, plan
 from .snapshot import fetch_weights
 from .stream import Snapshot, StreamReader

@@ -14,8 +14,8 @@ MAGIC_BYTES: Final = 8  # "ARROW1", padded to 8 bytes; the messages begin after 
 _RECORD_BATCH: Final = 3  # MessageHeader in Arrow's Message.fbs
 
 
-def read_table(data: bytes, schema: pa.Schema) -> pa.Table:
-    """The table in an Arrow IPC file of exactly `schema`, whose buffers may be views of `data`.
+def read_table(data: bytes | bytearray, schema: pa.Schema, *others: pa.Schema) -> pa.Table:
+    """The table in an Arrow IPC file of exactly `schema` or one of `others`; its buffers may be views of `data`.
 
     The record batches are those that follow each other from the start of the file. A footer that lists others
     is not used, since they might be compressed and so expand without bound.
@@ -26,19 +26,20 @@ def read_table(data: bytes, schema: pa.Schema) -> pa.Table:
     try:
         with pa.ipc.open_file(pa.BufferReader(data)) as file:
             batches = file.num_record_batches
-            if not file.schema.equals(schema):
+            found_schema = file.schema
+            if not any(found_schema.equals(known) for known in (schema, *others)):
                 raise ValueError(
-                    f"it has columns {file.schema.names}, expected {schema.names} in the format's types"
+                    f"it has columns {found_schema.names}, expected {schema.names} in the format's types"
                 )
         if any(_is_compressed(message) for message in _messages(data)):
             raise ValueError("it uses Arrow buffer compression")
         with pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(data).slice(MAGIC_BYTES))) as stream:
-            if not stream.schema.equals(schema):
+            if not stream.schema.equals(found_schema):
                 raise ValueError("its footer has another schema than its start")
             found = list(stream)
         if len(found) != batches:
             raise ValueError(f"its footer lists {batches} record batches, {len(found)} are there")
-        table = pa.Table.from_batches(found, schema)
+        table = pa.Table.from_batches(found, found_schema)
         table.validate(full=True)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(str(error)) from error
@@ -55,7 +56,7 @@ def _check_nulls(table: pa.Table) -> None:
             raise ValueError(f"column {field.name!r} has a null")
 
 
-def _messages(data: bytes) -> Iterator[bytes]:
+def _messages(data: bytes | bytearray) -> Iterator[bytes]:
     """Flatbuffer metadata of each message in an Arrow IPC file, none of whose bodies is read."""
     source = pa.BufferReader(data)
     source.seek(MAGIC_BYTES)

@@ -28,7 +28,10 @@ FORMAT: Final = 1
 CLASS_FEATURE: Final = "class"
 """Some row of the version has the coding `class`."""
 
-FEATURES: Final[frozenset[str]] = frozenset({CLASS_FEATURE})
+BOXES_FEATURE: Final = "boxes"
+"""Some row of the version is a box."""
+
+FEATURES: Final[frozenset[str]] = frozenset({CLASS_FEATURE, BOXES_FEATURE})
 """Optional parts of the format that this release can read. A writer lists what a reader must know."""
 
 MAX_MANIFEST_BYTES: Final = 8 << 20

@@ -1,8 +1,8 @@
-"""The table inside a delta shard: one row for each interval of a dtype's flat space that changed."""
+"""The table inside a delta shard: one row for each interval of a dtype's flat space, or box, that changed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 from .digest import Digest
 from .errors import Corrupt
 from .ipc import read_table
+from .manifest import BOXES_FEATURE, CLASS_FEATURE
 
 Coding = Literal["gap", "dense", "whole", "class"]
 CODINGS: Final[tuple[str, ...]] = get_args(Coding)
@@ -47,10 +48,18 @@ SHARD_SCHEMA: Final = pa.schema(
     ]
 )
 
+BOX_SCHEMA: Final = pa.schema(
+    [*SHARD_SCHEMA, *(pa.field(name, pa.int64(), nullable=False) for name in ("run", "stride"))]
+)
+"""Of a shard that has a box row."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Changes in one interval of a dtype's flat space.
+    """Changes in one interval of a dtype's flat space, or in one box in a tensor.
+
+    A box is runs of `run` elements that begin `stride` elements apart: its element j is element
+    offset + (j // run) * stride + j % run of the tensor. Positions, `length` and the planes count in it.
 
     Attributes:
         tensor: the tensor in which the interval begins.
@@ -58,7 +67,7 @@ class Row:
         dtype: of all of them.
         shape: of `tensor` if the interval lies in one tensor, else empty.
         offset: first element, counted in `tensor`'s C order.
-        length: elements in the interval.
+        length: elements in the interval or box.
         count: elements that changed (`whole`: that were sent, which is `length`).
         escaped: changed elements whose new bits lie in `escapes`.
         coding: how the planes are to be read.
@@ -66,7 +75,8 @@ class Row:
         gap_bytes: length of the gap plane before compression; a `class` row's is not compressed.
         lows: the low bits of the gaps, packed, never compressed.
         gaps, steps, escapes: the planes, each raw or one zstd frame, whichever is shorter; of a `class` row as coded.
-        digest: of the interval after the change.
+        digest: of the interval or box after the change.
+        run, stride: of a box; both 0: an interval.
     """
 
     tensor: str
@@ -85,6 +95,19 @@ class Row:
     steps: bytes
     escapes: bytes
     digest: Digest
+    run: int = 0
+    stride: int = 0
+
+    @property
+    def is_box(self) -> bool:
+        """Whether the elements are those of a box."""
+        return self.run != 0 or self.stride != 0
+
+    @property
+    def stop(self) -> int:
+        """One past the last element, counted as `offset` is. The figures must be possible."""
+        runs = self.length // self.run if self.run else 1
+        return self.offset + (runs - 1) * self.stride + (self.run or self.length)
 
     @property
     def nbytes(self) -> int:
@@ -92,19 +115,31 @@ class Row:
         return len(self.gaps) + len(self.lows) + len(self.steps) + len(self.escapes) + 128
 
 
+def features_of(rows: Iterable[Row]) -> set[str]:
+    """The features that a version manifest must list for these rows."""
+    found: set[str] = set()
+    for row in rows:
+        if row.coding == "class":
+            found.add(CLASS_FEATURE)
+        if row.is_box:
+            found.add(BOXES_FEATURE)
+    return found
+
+
 def encode_shard(rows: Sequence[Row]) -> bytes:
     """The Arrow IPC file for `rows`; the same rows give the same bytes."""
-    columns = {name: [getattr(row, name) for row in rows] for name in SHARD_SCHEMA.names}
+    schema = BOX_SCHEMA if any(row.is_box for row in rows) else SHARD_SCHEMA
+    columns = {name: [getattr(row, name) for row in rows] for name in schema.names}
     columns["digest"] = [row.digest.to_bytes() for row in rows]
     columns["shape"] = [list(row.shape) for row in rows]
-    table = pa.table(columns, schema=SHARD_SCHEMA)
+    table = pa.table(columns, schema=schema)
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, SHARD_SCHEMA) as writer:
+    with pa.ipc.new_file(sink, schema) as writer:
         writer.write_table(table)
     return bytes(sink.getvalue())
 
 
-def decode_shard(data: bytes, where: str) -> list[Row]:
+def decode_shard(data: bytes | bytearray, where: str) -> list[Row]:
     """Parse a shard whose hash has been checked; `where` names it in errors.
 
     Planes are not decompressed here. Arrow buffer compression is refused: it could expand without bound.
@@ -113,22 +148,22 @@ def decode_shard(data: bytes, where: str) -> list[Row]:
         Corrupt: not such a table, or a row with impossible figures.
     """
     try:
-        table = read_table(data, SHARD_SCHEMA)
-        columns = [table.column(name).to_pylist() for name in SHARD_SCHEMA.names]
+        table = read_table(data, SHARD_SCHEMA, BOX_SCHEMA)
+        columns = [column.to_pylist() for column in table.columns]
     except ValueError as error:
         raise Corrupt(
             f"shard {where} is not a delta table: {error}", hint="the shard was not written by weightcast"
         ) from error
     rows = []
     for values in zip(*columns, strict=True):
-        named = dict(zip(SHARD_SCHEMA.names, values, strict=True))
+        named = dict(zip(table.schema.names, values, strict=True))
         row = Row(**named | {"shape": tuple(named["shape"]), "digest": Digest.from_bytes(named["digest"])})
         if not _is_possible(row):
             raise Corrupt(
                 f"shard {where}: the row of tensor {row.tensor!r} has impossible figures (coding "
                 f"{row.coding!r}, "
-                f"offset {row.offset}, length {row.length}, count {row.count}, escaped {row.escaped}, "
-                f"gap_bytes {row.gap_bytes})"
+                f"offset {row.offset}, length {row.length}, run {row.run}, stride {row.stride}, count {row.count}, "
+                f"escaped {row.escaped}, gap_bytes {row.gap_bytes})"
             )
         rows.append(row)
     return rows
@@ -141,9 +176,19 @@ def _is_possible(row: Row) -> bool:
         and row.tensors >= 1
         and row.offset >= 0
         and 1 <= row.length <= MAX_ROW_ELEMENTS
+        and has_possible_box(row)
         and 1 <= row.count <= row.length
         and 0 <= row.escaped <= row.count
         and has_possible_planes(row)
+    )
+
+
+def has_possible_box(row: Row) -> bool:
+    """Whether `row` is an interval, or a box of two and more runs in one tensor."""
+    if not row.is_box:
+        return True
+    return (
+        row.tensors == 1 and 1 <= row.run < row.stride and row.run < row.length and row.length % row.run == 0
     )
 
 

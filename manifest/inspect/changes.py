@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from weightcast.codec import FlatSpace, Geometry, Memory, positions
 from weightcast.manifest.chain import Position
-from weightcast.manifest.deltas import DeltaFetcher
+from weightcast.manifest.fetch import DeltaFetcher
 from weightcast.manifest.rebuild import FETCH_BYTES, State, rebuild
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import WeightcastError

@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 from typing import Protocol
 
 from weightcast.manifest.chain import Position
-from weightcast.manifest.deltas import DeltaFetcher
+from weightcast.manifest.fetch import DeltaFetcher
 from weightcast.manifest.rebuild import FETCH_BYTES, State, advance, load_snapshot
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import Gap, NotFound, WeightcastError

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
-from weightcast.codec import Geometry, check
+from weightcast.codec import Box, FlatSpace, Geometry, check
 from weightcast.codec.planes import expand_plane
 from weightcast.manifest.chain import Position
 from weightcast.manifest.rebuild import FETCH_BYTES
+from weightcast.manifest.rowset import RowSet, box_of
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import Corrupt, Gap, NotFound, Untrusted, WeightcastError
 from weightcast.schemas.manifest import LayoutRef, ObjectRef, ShardRef
@@ -28,7 +28,8 @@ from .snapshots import SnapshotCheck
 
 __all__ = ["Problem", "Progress", "VerifyReport", "verify"]
 
-Span = tuple[str, int, int]
+Placed = tuple[FlatSpace, Box]
+"""The elements of a row, and the space that they are in."""
 """(dtype, first element, end element) of a row."""
 
 
@@ -161,22 +162,31 @@ class _Check:
 
     def chain_and_shards(self, last: int) -> None:
         """Check manifests, layouts, companion files and shards of versions 0 to `last`."""
-        spans: list[Span] = []
-        current = -1
+        rows, first_job = RowSet(), None
         with workers(self.threads) as pool:
             for job, future in ahead(pool, self._shard, self._jobs(last), FETCH_BYTES, lambda j: j.ref.size):
-                if job.position.version != current:
-                    current, spans = job.position.version, []
+                if first_job is None or job.position.version != first_job.position.version:
+                    self._close(rows, first_job)
+                    rows, first_job = RowSet(), job
                 try:
-                    spans += future.result()
-                    _check_distinct(spans)
+                    for space, box in future.result():
+                        rows.add(space, box)
                 except NotFound as error:
-                    if not self.is_pruned(current):
-                        self.findings.add(current, job.ref.key, error)
+                    if not self.is_pruned(job.position.version):
+                        self.findings.add(job.position.version, job.ref.key, error)
                 except WeightcastError as error:
-                    self.findings.add(current, job.ref.key, error)
+                    self.findings.add(job.position.version, job.ref.key, error)
                 self.findings.count("shards")
                 self.findings.count("bytes", job.ref.size)
+        self._close(rows, first_job)
+
+    def _close(self, rows: RowSet, job: _Job | None) -> None:
+        """Check the rows of the version of `job` against each other."""
+        try:
+            rows.close()
+        except WeightcastError as error:
+            if job is not None:
+                self.findings.add(job.position.version, version_key(job.position.version), error)
 
     def _jobs(self, last: int) -> Iterator[_Job]:
         for position in self.positions(last):
@@ -225,7 +235,7 @@ class _Check:
             except WeightcastError as error:
                 self.findings.add(position.version, key, error)
 
-    def _shard(self, job: _Job) -> list[Span]:
+    def _shard(self, job: _Job) -> list[Placed]:
         ref = job.ref
         rows = decode_shard(self.reader.store.fetch(ref.key, size=ref.size, sha256=ref.sha256), ref.key)
         found = (len(rows), sum(r.length for r in rows), sum(r.count for r in rows))
@@ -239,17 +249,10 @@ class _Check:
         return [_check_row(job.geometry, row) for row in rows]
 
 
-def _check_row(geometry: Geometry, row: Row) -> Span:
+def _check_row(geometry: Geometry, row: Row) -> Placed:
     """Unpack a row as far as that goes without its base."""
     space = geometry.space_of(row)
-    start = space.locate(row)
+    box = box_of(space, row)
     check(space, row)
     expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes")
-    return row.dtype, start, start + row.length
-
-
-def _check_distinct(spans: list[Span]) -> None:
-    spans.sort()
-    for (dtype, _, end), (other, begin, _) in pairwise(spans):
-        if dtype == other and begin < end:
-            raise Corrupt(f"two rows of the version overlap in the {dtype} space at element {begin}")
+    return space, box

@@ -8,6 +8,7 @@ from typing import Final
 
 import pytest
 
+from weightcast.codec import crossings
 from weightcast.codec.decode import MAX_GAP_SHIFT
 from weightcast.manifest.retention import GRACE_S, LEASE_AGE_S, ORPHAN_AGE_S
 from weightcast.schemas import layout, manifest, names, shard
@@ -76,9 +77,9 @@ def test_columns() -> None:
         name
         for row in rows(section("Delta shard"))
         for name in re.findall(r"`(\w+)`", row[0])
-        if name in shard.SHARD_SCHEMA.names
+        if name in shard.BOX_SCHEMA.names
     ]
-    assert documented == shard.SHARD_SCHEMA.names
+    assert documented == shard.BOX_SCHEMA.names
     assert all(f"`{name}: " in section("Bits, tensors, layout") for name in layout.LAYOUT_SCHEMA.names)
     assert all(f"`{coding}`" in section("Delta shard") for coding in shard.CODINGS)
 
@@ -107,7 +108,10 @@ def test_bounds() -> None:
         "At most 64 KiB of UTF-8": (manifest.MAX_METADATA_BYTES, 64 * kib),
         "array of ShardRef, at most 20,000": (manifest.MAX_SHARDS, 20_000),
         "`format` | integer, 1 |": (manifest.FORMAT, 1),
-        "Format 1 has one: `class`": (set(manifest.FEATURES), {"class"}),
+        "Format 1 has two, which a version manifest must list: `class`, if a row of its shards has the coding `class`; "
+        "`boxes`, if": (set(manifest.FEATURES), {"class", "boxes"}),
+        "more than 2^28 pairs of rows": (crossings.BUDGET, 1 << 28),
+        "with unequal strides count 32-fold": (crossings.UNEQUAL_COST, 32),
         "1 to 1024 bytes of UTF-8": (names.MAX_TENSOR_NAME_BYTES, 1024),
         "is not `__metadata__`": (set(names.RESERVED_TENSOR_NAMES), {"__metadata__"}),
         "at most 4,000,000\ntensors": (layout.MAX_TENSORS, 4_000_000),

@@ -1,6 +1,6 @@
 """Writes the golden streams of format 1: `python -m tests.golden.make FOLDER`.
 
-The files under `v1/` and `v1-class/` were written once and must stay readable for ever: they are not written again when the
+The files under `v1/`, `v1-class/` and `v1-boxes/` were written once and must stay readable for ever: they are not written again when the
 code changes.
 Contents, ids and times are fixed, so that another run differs only where libraries encode differently.
 """
@@ -11,19 +11,20 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
+from weightcast.codec import Box, Geometry, split_box
 from weightcast.manifest.commit import Writer, hint_head
 from weightcast.manifest.store import open_store
 from weightcast.schemas.manifest import Floor, Reader
 from weightcast.schemas.names import FLOOR_KEY
 
-from ..manifest.author import Author, Tensors
+from ..manifest.author import Author, Tensors, columns
 
 TIME = "2026-01-01T00:00:00.000Z"
 
@@ -112,23 +113,24 @@ def write(author: Author) -> None:
     author.publish(eighth)
 
 
+def weights(random: np.random.Generator, bits: int, mantissa: int, top: int, *shape: int) -> Any:
+    """Bits of floats with exponents as those of weights."""
+    exponents = np.maximum(top - random.geometric(0.4, shape), 0)
+    signs = random.integers(0, 2, shape) << (bits - 1)
+    return signs | exponents << mantissa | random.integers(0, 1 << mantissa, shape)
+
+
 def start_classes(random: np.random.Generator) -> Tensors:
     """Every dtype that has the coding `class`, with exponents as those of weights, and two tensors without it."""
-
-    def weights(bits: int, mantissa: int, top: int, *shape: int) -> Any:
-        exponents = np.maximum(top - random.geometric(0.4, shape), 0)
-        signs = random.integers(0, 2, shape) << (bits - 1)
-        return signs | exponents << mantissa | random.integers(0, 1 << mantissa, shape)
-
     return Tensors.of(
         {"lm_head.weight": "embed.weight"},
         **{
-            "embed.weight": ("BF16", weights(16, 7, 124, 120, 100)),
-            "conv.weight": ("BF16", weights(16, 7, 122, 30, 10, 3, 3)),
+            "embed.weight": ("BF16", weights(random, 16, 7, 124, 120, 100)),
+            "conv.weight": ("BF16", weights(random, 16, 7, 122, 30, 10, 3, 3)),
             "norm.weight": ("BF16", np.full(16, 0x3F80)),
-            "half.weight": ("F16", weights(16, 10, 13, 40, 100)),
-            "e4m3.weight": ("F8_E4M3", weights(8, 3, 9, 3000)),
-            "e5m2.weight": ("F8_E5M2", weights(8, 2, 15, 50, 60)),
+            "half.weight": ("F16", weights(random, 16, 10, 13, 40, 100)),
+            "e4m3.weight": ("F8_E4M3", weights(random, 8, 3, 9, 3000)),
+            "e5m2.weight": ("F8_E5M2", weights(random, 8, 2, 15, 50, 60)),
             "bias": ("F32", random.integers(0, 1 << 32, 2000)),
         },
     )
@@ -146,13 +148,14 @@ def stepped(tensors: Tensors, random: np.random.Generator, wild: float, rows: fl
         shift = {"BF16": 7, "F16": 10, "F8_E4M3": 3, "F8_E5M2": 2}.get(tensors.dtypes[name], 23)
         exponents = (old >> old.dtype.type(shift)) % (1 << (8 * old.itemsize - 1 - shift))
         new = old.copy()
-        at = random.random(old.shape) < np.minimum(0.5, 0.02 * 2.0 ** (exponents.max() - 3.0 - exponents))
+        above = np.minimum(exponents.max() - 3.0 - exponents, 99)
+        at = random.random(old.shape) < np.minimum(0.5, 0.02 * 2.0**above)
         if name == "embed.weight":
             at &= random.random(len(old))[:, None] < rows
         steps = random.choice([1, -1], at.sum()) * random.geometric(0.8, at.sum())
         new[at] += steps.astype(old.dtype)
         to_any = at & (random.random(old.shape) < wild)
-        new[to_any] = random.integers(0, 1 << 8 * old.itemsize, to_any.sum()).astype(old.dtype)
+        new[to_any] = random.integers(0, 1 << min(8 * old.itemsize, 62), to_any.sum()).astype(old.dtype)
         bits[name] = new
     return Tensors(bits, tensors.dtypes, tensors.ties)
 
@@ -172,6 +175,81 @@ def write_classes(author: Author) -> None:
     ):
         tensors = stepped(tensors, random, wild, rows)
         author.publish(tensors, codec=codec, row_elements=5050, small=1000, rows_a_shard=3)  # type: ignore[arg-type]
+
+
+def start_boxes(random: np.random.Generator) -> Tensors:
+    """Every width; matrices to be cut across, and experts to be cut within each."""
+    return Tensors.of(
+        {"lm_head.weight": "embed.weight"},
+        **{
+            "embed.weight": ("BF16", weights(random, 16, 7, 124, 48, 130)),
+            "experts.down": ("BF16", weights(random, 16, 7, 123, 6, 20, 32)),
+            "experts.up": ("BF16", weights(random, 16, 7, 122, 12, 3, 128)),
+            "norm.weight": ("BF16", np.full(16, 0x3F80)),
+            "half.weight": ("F16", weights(random, 16, 10, 13, 30, 7)),
+            "e4m3.weight": ("F8_E4M3", weights(random, 8, 3, 9, 40, 37)),
+            "e5m2.weight": ("F8_E5M2", weights(random, 8, 2, 15, 60)),
+            "bias": ("F32", random.integers(0, 1 << 32, (9, 7))),
+            "ids": ("I64", random.integers(0, 1 << 62, (5, 4))),
+        },
+    )
+
+
+def slices(tensors: Tensors) -> list[Box]:
+    """What four ranks might have, one after the other: parts that lie across each other, and intervals."""
+    geometry = Geometry(tensors.layout)
+    bf16, ranks = geometry["BF16"], list[list[Box]]()
+    at = {name: int(bf16.starts[i]) for name, i in bf16.index.items()}
+    for rank in range(4):
+        ranks.append(
+            [
+                Box("BF16", at["experts.down"] + rank * 5 * 32, 6 * 5 * 32, 5 * 32, 20 * 32),
+                columns(geometry["F8_E4M3"], "e4m3.weight", 1, 17, 18, 1)[rank],
+            ]
+        )
+    ranks[0] += columns(bf16, "embed.weight", 65)
+    ranks[1] += [Box("BF16", at["embed.weight"] + 65, 48 * 65, 65, 130), Box("BF16", at["norm.weight"], 16)]
+    ranks[2] += [Box("BF16", at["experts.up"], 12 * 2 * 128, 2 * 128, 3 * 128)]
+    ranks[3] += [Box("BF16", at["experts.up"] + 2 * 128, 12 * 128, 128, 3 * 128)]
+    ranks[2] += columns(geometry["F32"], "bias", 3) + columns(geometry["I64"], "ids", 1)
+    ranks[3] += [Box("F32", 3, 9 * 4, 4, 7), Box("I64", 1, 5 * 3, 3, 4), Box("F8_E5M2", 0, 60)]
+    # Runs of one element: of the first column, of every second of the others.
+    ranks[0] += [*columns(geometry["F16"], "half.weight", 1), Box("F16", 1, 30 * 3, 3, 7)]
+    ranks[1] += [Box("F16", 4 + 7 * i, 2, 1, 2) for i in range(30)] + [
+        Box("F16", 5 + 7 * i, 1) for i in range(30)
+    ]
+    return [box for rank in ranks for box in rank]
+
+
+def write_boxes(author: Author) -> None:
+    """Versions 0 to 6 of a stream with box rows."""
+    random = np.random.default_rng(3)
+    tensors = start_boxes(random)
+    author.reset(tensors)
+    # 1: the smallest codings, a shard of a few rows each, some of them without a box.
+    tensors = stepped(tensors, random, 0.2)
+    author.publish(tensors, boxes=slices(tensors), rows_a_shard=3)
+    # 2: every element's step, in short rows, which cut runs and leave single ones. 3: all bits.
+    tensors = stepped(tensors, random, 0.01)
+    author.publish(tensors, boxes=cut(slices(tensors), 150), rows_a_shard=12, coding="dense")
+    tensors = stepped(tensors, random, 0.5)
+    author.publish(tensors, boxes=cut(slices(tensors), 700), rows_a_shard=9, coding="whole")
+    # 4: by class, with few lines of one tensor changed; its rows in no order.
+    tensors = stepped(tensors, random, 0.05, 0.1)
+    author.publish(tensors, boxes=slices(tensors)[::-1], rows_a_shard=99, codec="class")
+    # 5: intervals alone, so without the feature.
+    tensors = stepped(tensors, random, 0.0)
+    author.publish(tensors)
+    # 6: another layout: the box of a new tensor is told from zeros.
+    new = with_layout(
+        tensors, ("e5m2.weight",), {}, **{"lm_head.weight": ("BF16", np.arange(24).reshape(4, 6))}
+    )
+    author.publish(new, boxes=columns(Geometry(new.layout)["BF16"], "lm_head.weight", 2, 4))
+
+
+def cut(boxes: list[Box], row_elements: int) -> Iterator[Box]:
+    """The rows of boxes."""
+    return itertools.chain.from_iterable(split_box(box, row_elements) for box in boxes)
 
 
 def expected(author: Author) -> dict[str, Any]:
@@ -208,3 +286,4 @@ def make(folder: Path, fill: Callable[[Author], None] = write) -> None:
 if __name__ == "__main__":
     make(Path(sys.argv[1]) / "v1")
     make(Path(sys.argv[1]) / "v1-class", write_classes)
+    make(Path(sys.argv[1]) / "v1-boxes", write_boxes)

@@ -78,7 +78,7 @@ class MiniReader:
         check(
             manifest["kind"] == "version"
             and manifest["format"] == 1
-            and manifest["features"] in ([], ["class"]),
+            and set(manifest["features"]) <= {"boxes", "class"},
             "format",
         )
         check(
@@ -156,29 +156,36 @@ class MiniReader:
             )
             for row in rows:
                 check(row["coding"] != "class" or "class" in manifest["features"], "feature")
+                check(not row.get("run") or "boxes" in manifest["features"], "feature")
                 apply(row, spaces[row["dtype"]], flat[row["dtype"]], touched[row["dtype"]])
         return {s.name: flat[d][at : at + s.elements] for d, places in spaces.items() for s, at in places}
 
 
 def apply(row: dict[str, Any], places: list[tuple[Spec, int]], space: list[int], touched: set[int]) -> None:
-    """Change one interval of a flat space."""
+    """Change one interval of a flat space, or one box in a tensor."""
     width, length, count = WIDTHS[row["dtype"]], row["length"], row["count"]
     spec, at = next((s, a) for s, a in places if s.name == row["tensor"])
     begin = at + row["offset"]
-    check(0 <= row["offset"] < spec.elements and length >= 1 and begin + length <= len(space), "interval")
-    reached = [s for s, a in places if s.name == spec.name or at < a < begin + length]
+    elements, run, stride = list(range(begin, begin + length)), row.get("run", 0), row.get("stride", 0)
+    check(0 <= row["offset"] < spec.elements and length >= 1, "offset or length")
+    if run or stride:
+        check(1 <= run < stride and run < length and length % run == 0, "run or stride")
+        elements = [begin + j // run * stride + j % run for j in range(length)]
+        check(elements[-1] < at + spec.elements, "box")
+    check(elements[-1] < len(space), "interval")
+    reached = [s for s, a in places if s.name == spec.name or at < a <= elements[-1]]
     check(row["tensors"] == len(reached), "tensors")
     check(row["shape"] == (list(spec.shape) if len(reached) == 1 else []), "shape")
-    interval = set(range(begin, begin + length))
-    check(not touched & interval, "overlap")
-    touched |= interval
+    check(touched.isdisjoint(elements), "overlap")
+    touched |= set(elements)
+    old = [space[i] for i in elements]
     escapes = numbers(plane(row["escapes"], row["escaped"] * width), width)
     if row["coding"] == "whole":
         check(row["escaped"] == count == length, "whole")
-        space[begin : begin + length] = escapes
+        new = escapes
     elif row["coding"] == "class":
         check(len(reached) == 1 and row["escaped"] == 0 and not row["lows"], "class")
-        space[begin : begin + length] = by_class(row, space[begin : begin + length])
+        new = by_class(row, old)
     else:
         if row["coding"] == "gap":
             positions = gaps(row)
@@ -188,20 +195,21 @@ def apply(row: dict[str, Any], places: list[tuple[Spec, int]], space: list[int],
             positions = [i for i in range(length) if dense[i]]
             steps = [dense[i] for i in positions]
         check(len(positions) == count and 0 not in steps, "count")
+        new = list(old)
         for position, step in zip(positions, steps, strict=True):
-            old = space[begin + position]
             if step == 255:
-                new = escapes.pop(0)
+                new[position] = escapes.pop(0)
             else:
-                new = (old + (step // 2 if step % 2 == 0 else -(step + 1) // 2)) % (1 << 8 * width)
-            check(new != old, "an unchanged change")
-            space[begin + position] = new
+                new[position] += step // 2 if step % 2 == 0 else -(step + 1) // 2
+                new[position] %= 1 << 8 * width
+            check(new[position] != old[position], "an unchanged change")
         check(not escapes, "escapes left over")
     found = [0, 0]
-    for s, a in places:
+    for i, bits in zip(elements, new, strict=True):
+        space[i] = bits
+        s, a = next((s, a) for s, a in reversed(places) if a <= i < a + s.elements)
         for k in (0, 1):
-            inside = range(max(a, begin), min(a + s.elements, begin + length))
-            found[k] += sum(space[i] * weight(s, k, i - a) for i in inside)
+            found[k] += bits * weight(s, k, i - a) if bits else 0
     check(row["digest"] == b"".join((f & MASK).to_bytes(8, "little") for f in found), "digest of a row")
 
 
@@ -231,7 +239,11 @@ def by_class(row: dict[str, Any], old: list[int]) -> list[int]:
     for dimension in reversed(row["shape"]):
         if line < 64:
             line *= dimension
-    line_of = [(row["offset"] % line + i) // line for i in range(len(old))]
+    run = row.get("run", 0)
+    if run and run % line:
+        line = run * -(-64 // run)
+    phase = 0 if run else row["offset"] % line
+    line_of = [(phase + i) // line for i in range(len(old))]
     exponent = [(o >> shift) % (1 << size) for o in old]
     kind = [min(max(top - x, 0), 11) for x in exponent]
     lists = Lists(row["gaps"][2:])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from weightcast.manifest.deltas import DeltaFetcher
+from weightcast.manifest.fetch import DeltaFetcher
 from weightcast.manifest.rebuild import State, rebuild
 from weightcast.manifest.store import open_store
 from weightcast.manifest.stream import StreamReader

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weightcast.codec.classes import EXPONENTS
-from weightcast.manifest.deltas import DeltaFetcher
+from weightcast.manifest.fetch import DeltaFetcher
 from weightcast.manifest.rebuild import rebuild
 from weightcast.manifest.store import open_store
 from weightcast.manifest.stream import StreamReader

@@ -4,7 +4,7 @@ published.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightcast.codec import Geometry, Memory, digest_all, encode
+from weightcast.codec import Box, FlatSpace, Geometry, Memory, digest_all, encode, encode_box, gather
 from weightcast.manifest.chain import Position
 from weightcast.manifest.commit import (
     Writer,
@@ -33,7 +33,6 @@ from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.dtypes import WIDTHS
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.manifest import (
-    CLASS_FEATURE,
     FORMAT,
     ObjectRef,
     ShardRef,
@@ -41,7 +40,7 @@ from weightcast.schemas.manifest import (
     VersionManifest,
 )
 from weightcast.schemas.names import snapshot_folder
-from weightcast.schemas.shard import Codec, Coding, Row
+from weightcast.schemas.shard import Codec, Coding, Row, features_of
 
 POOL = ThreadPoolExecutor(4)
 
@@ -111,16 +110,19 @@ class Author:
     def publish(
         self, tensors: Tensors, *, coding: Coding | None = None, row_elements: int = 1 << 22, small: int = 1 << 16,
         rows_a_shard: int = 2, files: Mapping[str, bytes] | None = None, codec: Codec = "gap",
+        boxes: Iterable[Box] | None = None,
     ) -> Position:  # fmt: skip
-        """A version by delta."""
-        rows = self.rows(tensors, coding=coding, row_elements=row_elements, small=small, codec=codec)
+        """A version by delta; with `boxes`, which must cover what changed, by rows of these."""
+        if boxes is None:
+            rows = self.rows(tensors, coding=coding, row_elements=row_elements, small=small, codec=codec)
+        else:
+            rows = self.box_rows(tensors, boxes, coding=coding, codec=codec)
         groups = [rows[i : i + rows_a_shard] for i in range(0, len(rows), rows_a_shard)]
         version = len(self.positions)
         shards = [
             put_shard(self.store, version, self.writer.name, i, group) for i, group in enumerate(groups)
         ]
-        features = sorted({CLASS_FEATURE for row in rows if row.coding == "class"})
-        return self.commit(tensors, shards=shards, files=files, features=features)
+        return self.commit(tensors, shards=shards, files=files, features=sorted(features_of(rows)))
 
     def rows(
         self,
@@ -132,16 +134,40 @@ class Author:
         codec: Codec = "gap",
     ) -> list[Row]:
         """What leads from the head to `tensors`."""
-        before, geometry = self.state(), Geometry(tensors.layout)
-        old = before.memory
-        if tensors.layout.sha256 != before.layout.sha256:
-            old, _ = carry_over(before, geometry, POOL)
-        new = Memory.over(geometry, tensors.bits)
+        geometry, old, new = self._sides(tensors)
         found = [
             encode(geometry[i.dtype], new, old, i, coding=coding, codec=codec).row
             for i in geometry.intervals(row_elements, small)
         ]
         return [row for row in found if row is not None]
+
+    def box_rows(
+        self,
+        tensors: Tensors,
+        boxes: Iterable[Box],
+        *,
+        coding: Coding | None = None,
+        codec: Codec = "gap",
+    ) -> list[Row]:
+        """The same by boxes."""
+        geometry, old, new = self._sides(tensors)
+        found = []
+        for box in boxes:
+            space = geometry[box.dtype]
+            before, after = (gather(space, memory, elements_of(box)) for memory in (old, new))
+            encoded = encode_box(
+                space, box, after.ctypes.data, before.ctypes.data, coding=coding, codec=codec
+            )
+            found.append(encoded.row)
+        return [row for row in found if row is not None]
+
+    def _sides(self, tensors: Tensors) -> tuple[Geometry, Memory, Memory]:
+        """The layout of `tensors`, the head's bits in it, and theirs."""
+        before, geometry = self.state(), Geometry(tensors.layout)
+        old = before.memory
+        if tensors.layout.sha256 != before.layout.sha256:
+            old, _ = carry_over(before, geometry, POOL)
+        return geometry, old, Memory.over(geometry, tensors.bits)
 
     def snapshot(self, version: int = -1) -> ObjectRef:
         """A snapshot beside the chain."""
@@ -209,6 +235,24 @@ class Author:
     def _digest(self, tensors: Tensors) -> str:
         geometry = Geometry(tensors.layout)
         return digest_all(geometry, Memory.over(geometry, tensors.bits)).hex
+
+
+def elements_of(box: Box) -> npt.NDArray[np.int64]:
+    """Flat elements of a box, in its order."""
+    number, inside = np.divmod(np.arange(box.length), box.run or box.length)
+    found: npt.NDArray[np.int64] = box.start + number * box.stride + inside
+    return found
+
+
+def columns(space: FlatSpace, name: str, *widths: int) -> list[Box]:
+    """A tensor's last dimension cut into slices of these widths, one box each."""
+    position = space.index[name]
+    spec, at, boxes = space.specs[position], int(space.starts[position]), list[Box]()
+    lines = spec.elements // spec.shape[-1]
+    for width in widths:
+        boxes.append(Box(spec.dtype, at, lines * width, width, spec.shape[-1]))
+        at += width
+    return boxes
 
 
 def check_state(state: State, tensors: Tensors) -> None:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from weightcast.codec import Geometry, Memory, scatter
 from weightcast.manifest.commit import put_shard
-from weightcast.manifest.deltas import DeltaFetcher, apply_directly, collect, fold
+from weightcast.manifest.deltas import apply_directly, collect, fold
+from weightcast.manifest.fetch import DeltaFetcher
 from weightcast.manifest.store import open_store
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, NotFound

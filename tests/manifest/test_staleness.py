@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 import uuid
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
 
 from weightcast.manifest.commit import create_stream
 from weightcast.manifest.inspect import lags
-from weightcast.manifest.staleness import Stamp, version_of
+from weightcast.manifest.staleness import Stamp, version_of, wait_held
 from weightcast.manifest.store import open_store
 from weightcast.manifest.stream import StreamReader
 from weightcast.publisher import Publisher
-from weightcast.schemas.errors import UsageError
+from weightcast.schemas.errors import NotFound, StorageError, UsageError
+from weightcast.schemas.manifest import Reader
 from weightcast.subscriber import Subscriber, Tensors
 
 
@@ -103,3 +106,79 @@ def test_lag_of_every_known_subscriber(root: str) -> None:
             found = lags(reader, datetime.now(UTC))
     assert [(r.version, r.lag) for r in found] == [(0, 3), (3, 0)]
     assert all(r.age_s is not None and 0 <= r.age_s < 60 for r in found)
+
+
+def lease(reader: StreamReader, version: int, age_s: float = 0.0) -> str:
+    """A subscriber of which nothing but its lease is known."""
+    name = uuid.uuid4().hex
+    then = (datetime.now(UTC) - timedelta(seconds=age_s)).isoformat()
+    reader.store.put(f"readers/{name}.json", Reader(reader=name, version=version, time=then).encode())
+    return name
+
+
+def test_waiting_for_subscribers_says_who_holds_the_version(root: str) -> None:
+    reader = publish(root, 1, 2, 3)
+    behind, ahead = lease(reader, 1), lease(reader, 2)
+    assert [one.reader for one in wait_held(reader, 2, subscribers=1, timeout=5)] == [ahead]
+    assert [one.reader for one in wait_held(reader, 2, subscribers=2, max_lag=1, timeout=5)] == [
+        behind,
+        ahead,
+    ]
+
+
+def test_waiting_for_a_subscriber_that_is_behind_runs_out_of_time(root: str) -> None:
+    reader = publish(root, 1, 2)
+    lease(reader, 0)
+    lease(reader, 1)
+    with pytest.raises(StorageError, match=r"1 of 2 subscribers came to version 1 .* at \[0, 1\]"):
+        wait_held(reader, 1, subscribers=2, timeout=0.3)
+
+
+def test_a_lease_that_is_not_renewed_counts_for_nobody(root: str) -> None:
+    reader = publish(root, 1)
+    lease(reader, 0, age_s=181)
+    with pytest.raises(StorageError, match=r"0 of 1 .* at \[\]"):
+        wait_held(reader, 0, subscribers=1, timeout=0)
+    assert len(wait_held(reader, 0, subscribers=1, timeout=0, alive_s=3600)) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"subscribers": 0}, {"subscribers": 1, "max_lag": -1}])
+def test_bounds_that_make_no_sense_are_refused(root: str, wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="expected at least 1"):
+        wait_held(publish(root, 1), 0, timeout=0, **wrong)
+
+
+def test_a_publisher_waits_for_those_that_follow_it(root: str) -> None:
+    """With the default settings: a lease is renewed with each version, not only once a minute."""
+    engine, stop, loaded = {"w": torch.zeros(4)}, threading.Event(), []
+    with Publisher(root) as publisher, Subscriber(root, Tensors(engine)) as subscriber:
+        publisher.publish({"w": torch.ones(4)}, step=10).wait()
+
+        def follow() -> None:
+            for position in subscriber.follow(stop):
+                time.sleep(0.2)  # stands for an engine's own reload
+                loaded.append(position.version)
+
+        follower = threading.Thread(target=follow)
+        follower.start()
+        try:
+            for step in (11, 12, 13):
+                publisher.publish({"w": torch.full((4,), float(step))}, step=step)
+                version = step - 10
+                (held,) = publisher.wait_for(version, subscribers=1, timeout=30)
+                assert (held.version, loaded[-1]) == (version, version)
+                assert torch.equal(engine["w"], torch.full((4,), float(step)))
+                found = publisher.version_of(step)
+                assert found is not None
+                assert Stamp.of(found) == Stamp.of(subscriber.position or found)
+                assert [one.lag for one in publisher.lags()] == [0]
+        finally:
+            stop.set()
+            follower.join()
+
+
+def test_a_publisher_of_nothing_has_no_readers(root: str) -> None:
+    with Publisher(root) as publisher:
+        assert (publisher.version_of(0), publisher.lags()) == (None, ())
+        with pytest.raises(NotFound, match="no stream"):
+            publisher.wait_for(0, subscribers=1, timeout=0)

@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.codec import FlatSpace, Geometry, Interval, Memory, decode, encode
+from weightcast.codec import Box, FlatSpace, Geometry, Interval, Memory, decode, encode, encode_box
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.layout import Layout, TensorSpec
-from weightcast.schemas.shard import SHARD_SCHEMA, Row, decode_shard, encode_shard
+from weightcast.schemas.shard import BOX_SCHEMA, SHARD_SCHEMA, Row, decode_shard, encode_shard, features_of
 
 LAYOUT = Layout.of([TensorSpec("w", "U16", (1000,))])
 ROW = Row(
@@ -40,6 +40,7 @@ ROW = Row(
     escapes=b"",
     digest=Digest(1, 2),
 )
+BOX = replace(ROW, offset=7, length=300, run=30, stride=100)
 
 
 def table_of(rows: list[Row]) -> pa.Table:
@@ -57,8 +58,8 @@ def written(
 
 
 rows = st.builds(
-    lambda gaps, digest, offset: replace(
-        ROW,
+    lambda gaps, digest, offset, box: replace(
+        BOX if box else ROW,
         gaps=gaps,
         count=len(gaps),
         gap_bytes=len(gaps),
@@ -69,15 +70,70 @@ rows = st.builds(
     st.binary(min_size=1, max_size=9),
     st.tuples(st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1)),
     st.integers(0, 1 << 40),
+    st.booleans(),
 )
 
 
+@settings(deadline=None)
 @given(st.lists(rows, max_size=5), st.integers(1, 6))
 def test_round_trip_in_any_number_of_batches(found: list[Row], batch_rows: int) -> None:
     data = encode_shard(found)
     assert encode_shard(found) == data
     assert decode_shard(data, "x") == found
-    assert decode_shard(written(table_of(found), batch_rows=batch_rows), "x") == found
+    schema = BOX_SCHEMA if any(row.is_box for row in found) else SHARD_SCHEMA
+    assert decode_shard(written(table_of(found), schema, batch_rows=batch_rows), "x") == found
+
+
+def test_columns_of_boxes_are_written_where_there_is_one() -> None:
+    assert table_of([ROW, ROW]).schema.equals(SHARD_SCHEMA)
+    table = table_of([ROW, BOX])
+    assert table.schema.equals(BOX_SCHEMA)
+    assert BOX_SCHEMA.names == [*SHARD_SCHEMA.names, "run", "stride"]
+    assert (table["run"].to_pylist(), table["stride"].to_pylist()) == ([0, 30], [0, 100])
+    assert decode_shard(written(table.slice(0, 1), BOX_SCHEMA), "x") == [ROW], "they may be there without one"
+
+
+def test_features_of_rows() -> None:
+    by_class = replace(ROW, coding="class")
+    assert features_of([]) == features_of([ROW]) == set()
+    assert features_of([ROW, by_class, ROW]) == {"class"}
+    assert features_of([BOX]) == {"boxes"}
+    assert features_of([replace(BOX, coding="class"), ROW]) == {"boxes", "class"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"run": 0},
+        {"stride": 0},
+        {"run": -30},
+        {"stride": -100},
+        {"run": 31},
+        {"run": 100},
+        {"run": 150, "stride": 150},
+        {"run": 300, "stride": 301},  # one run: an interval
+        {"run": 600, "stride": 601},
+        {"length": 301},
+        {"length": 0},
+        {"length": (1 << 24) + 20},
+        {"tensors": 2},
+        {"offset": -7},
+        {"run": -(1 << 63), "stride": -(1 << 63)},
+        {"run": (1 << 63) - 1, "stride": (1 << 63) - 1},
+    ],
+)
+def test_b167_impossible_boxes(fields: dict[str, Any]) -> None:
+    """B167: each is refused by the name of the shard and the tensor, before anything is allocated for it."""
+    assert decode_shard(encode_shard([BOX]), "x") == [BOX]
+    with pytest.raises(Corrupt, match=r"data/x\.arrow: the row of tensor 'w' has impossible figures"):
+        decode_shard(encode_shard([BOX, replace(BOX, **fields)]), "data/x.arrow")
+
+
+def test_boxes_of_any_size_are_left_to_the_layout() -> None:
+    far = replace(BOX, offset=(1 << 63) - 1, stride=(1 << 63) - 1)
+    assert decode_shard(encode_shard([far]), "x") == [far]
+    with pytest.raises(Corrupt, match="'w'"):
+        next(iter(Geometry(LAYOUT))).locate(far)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +227,10 @@ def test_b165_a_compressed_batch_behind_the_end_is_not_read() -> None:
         assert found == [ROW]
 
 
+def narrow_runs() -> pa.Schema:
+    return BOX_SCHEMA.set(len(SHARD_SCHEMA), pa.field("run", pa.int32(), nullable=False))
+
+
 def retyped(name: str, kind: pa.DataType) -> pa.Schema:
     return pa.schema([pa.field(f.name, kind, nullable=False) if f.name == name else f for f in SHARD_SCHEMA])
 
@@ -187,6 +247,14 @@ TABLES: dict[str, Callable[[], bytes]] = {
     "a column more": lambda: written(
         table_of([ROW]).append_column("x", [[1]]), pa.schema([*SHARD_SCHEMA, pa.field("x", pa.int64())])
     ),
+    "a column of boxes alone": lambda: written(
+        table_of([BOX]).drop_columns(["stride"]), pa.schema(list(BOX_SCHEMA)[:-1])
+    ),
+    "columns of boxes the other way round": lambda: written(
+        table_of([BOX]).select([*SHARD_SCHEMA.names, "stride", "run"]),
+        pa.schema([*SHARD_SCHEMA, BOX_SCHEMA.field("stride"), BOX_SCHEMA.field("run")]),
+    ),
+    "a narrow run": lambda: written(table_of([BOX]).cast(narrow_runs()), narrow_runs()),
     "another type": lambda: written(
         table_of([ROW]).cast(retyped("count", pa.int32())), retyped("count", pa.int32())
     ),
@@ -210,15 +278,15 @@ def test_tables_that_are_none(name: str) -> None:
         decode_shard(TABLES[name](), "data/x.arrow")
 
 
-@pytest.mark.parametrize("column", SHARD_SCHEMA.names)
+@pytest.mark.parametrize("column", BOX_SCHEMA.names)
 def test_nulls_are_refused(column: str) -> None:
-    batch = table_of([ROW]).to_batches()[0]
+    batch = table_of([BOX]).to_batches()[0]
     arrays = [
-        pa.array([None], f.type) if f.name == column else batch.column(i) for i, f in enumerate(SHARD_SCHEMA)
+        pa.array([None], f.type) if f.name == column else batch.column(i) for i, f in enumerate(BOX_SCHEMA)
     ]
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, SHARD_SCHEMA) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=SHARD_SCHEMA))
+    with pa.ipc.new_file(sink, BOX_SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=BOX_SCHEMA))
     with pytest.raises(Corrupt, match=f"column '{column}' has a null"):
         decode_shard(sink.getvalue().to_pybytes(), "x")
 
@@ -233,14 +301,19 @@ def test_a_null_inside_a_shape() -> None:
         decode_shard(data, "x")
 
 
-def test_no_flipped_bit_does_harm() -> None:
+@pytest.mark.parametrize("box", [False, True])
+def test_no_flipped_bit_does_harm(box: bool) -> None:
     """Each byte flipped (with a hash that fits): refused, or other rows, which the codec checks; never
     another error.
     """
     space: FlatSpace = next(iter(Geometry(LAYOUT)))
     old, new = Memory.allocate(Geometry(LAYOUT)), Memory.allocate(Geometry(LAYOUT))
     new.tensor("w")[::5] = 300
-    row = encode(space, new, old, Interval("U16", 0, 1000)).row
+    if box:
+        address = new.address(space, 0)
+        row = encode_box(space, Box("U16", 3, 300, 30, 100), address, old.address(space, 0)).row
+    else:
+        row = encode(space, new, old, Interval("U16", 0, 1000)).row
     assert row is not None
     good = encode_shard([row])
     for i in range(len(good)):
