@@ -4,18 +4,23 @@ Works on raw addresses, a row at a time, without the GIL: callers spread interva
 neither torch nor files nor the store.
 """
 
+from .boxes import Box, code_box, digest_box, encode_box, find_box, split_box
+from .crossings import crossing
 from .decode import Changes, check, decode, gather, merge, positions, scatter
 from .digest import change_digest, digest, digest_all
-from .encode import Encoded, encode
+from .encode import Encoded, code, encode
+from .find import Found, find
 from .memory import Memory
 from .regions import Move, Region, canonical, collisions, overlaps, runs, simplify
 from .space import ROW_ELEMENTS, FlatSpace, Geometry, Interval, Place
 
 __all__ = [
     "ROW_ELEMENTS",
+    "Box",
     "Changes",
     "Encoded",
     "FlatSpace",
+    "Found",
     "Geometry",
     "Interval",
     "Memory",
@@ -25,11 +30,18 @@ __all__ = [
     "canonical",
     "change_digest",
     "check",
+    "code",
+    "code_box",
     "collisions",
+    "crossing",
     "decode",
     "digest",
     "digest_all",
+    "digest_box",
     "encode",
+    "encode_box",
+    "find",
+    "find_box",
     "gather",
     "merge",
     "overlaps",
@@ -37,4 +49,5 @@ __all__ = [
     "runs",
     "scatter",
     "simplify",
+    "split_box",
 ]

@@ -12,7 +12,7 @@ from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, UsageError
 from weightcast.schemas.shard import CODINGS, Row, has_possible_planes
 
-from . import classes, kernels, kernels_classes
+from . import classes, kernels, kernels_apply, kernels_boxes
 from .digest import change_digest
 from .jit import TAGS
 from .memory import UNSIGNED, Memory
@@ -21,7 +21,7 @@ from .space import FlatSpace
 
 MAX_GAP_SHIFT = 24  # bits: a row has at most 2^24 elements
 
-_STEP_FAULTS = {
+STEP_FAULTS = {
     1: "a changed element has step 0",
     2: "the escapes are not exactly used up",
     3: "an escaped element has equal old and new bits",
@@ -72,10 +72,12 @@ def decode(
         Corrupt: the row breaks a rule of docs/format.md.
         UsageError: `base` or `overlay` is not of this space, or `base` lacks positions.
     """
-    start = _check(space, row)
+    start = place_of(space, row)
     if row.coding == "class":
         at, old, values = _decode_class(space, row, start, base, overlay)
         return Changes(space.dtype, at, values), change_digest(space, at, old, values)
+    if row.coding == "gap" and not row.is_box and isinstance(base, Memory) and not overlay:
+        return _decode_gaps(space, row, start, base)
     at, steps = _positions(row, start)
     values = np.empty(len(at), UNSIGNED[space.width])
     if len(at):
@@ -92,7 +94,7 @@ def decode(
     else:
         fault = apply_steps(steps, escapes, values)
         if fault:
-            raise Corrupt(f"row of tensor {row.tensor!r}: {_STEP_FAULTS[fault]}")
+            raise Corrupt(f"row of tensor {row.tensor!r}: {STEP_FAULTS[fault]}")
     return Changes(space.dtype, at, values), change_digest(space, at, old, values)
 
 
@@ -103,7 +105,7 @@ def positions(space: FlatSpace, row: Row) -> npt.NDArray[np.int64]:
         Corrupt: the row breaks a rule of docs/format.md that shows without a base.
         UsageError: the row is coded by class, and only a base says where its changes are.
     """
-    start = _check(space, row)
+    start = place_of(space, row)
     if row.coding == "class":
         raise _needs_base(row)
     return _positions(row, start)[0]
@@ -115,7 +117,7 @@ def check(space: FlatSpace, row: Row) -> None:
     Raises:
         Corrupt: the row breaks a rule of docs/format.md.
     """
-    start = _check(space, row)
+    start = place_of(space, row)
     if row.coding == "class":
         classes.check(row)
     elif row.coding != "whole":
@@ -179,8 +181,8 @@ def _check_ascending(space: FlatSpace, positions: npt.NDArray[np.int64]) -> None
         raise UsageError(f"positions are not ascending int64 elements of the {space.dtype} space")
 
 
-def _check(space: FlatSpace, row: Row) -> int:
-    """Check the figures of `row`, so that what a reader allocates is bounded; flat start of the interval."""
+def place_of(space: FlatSpace, row: Row) -> int:
+    """Check the figures of `row`, so that what a reader allocates is bounded; flat start of the interval or box."""
     start = space.locate(row)
     if row.coding not in CODINGS:
         raise Corrupt(f"row of tensor {row.tensor!r} has coding {str(row.coding)[:32]!r}")
@@ -200,8 +202,7 @@ def _check(space: FlatSpace, row: Row) -> int:
         raise Corrupt(f"row of tensor {row.tensor!r} is whole, but has {row.count} changes in {row.length}")
     if not 0 <= row.gap_shift <= (MAX_GAP_SHIFT if gapped else 0):
         raise Corrupt(f"row of tensor {row.tensor!r}: gap_shift {row.gap_shift} in coding {row.coding}")
-    least = row.count if gapped else 0
-    most = row.count + (row.length >> row.gap_shift) // 255 if gapped else 0
+    least, most = (row.count, row.count + (row.length >> row.gap_shift) // 255) if gapped else (0, 0)
     if not least <= row.gap_bytes <= most:
         raise Corrupt(f"row of tensor {row.tensor!r}: gap_bytes {row.gap_bytes}, expected {least} to {most}")
     if len(row.lows) != -(-row.count * row.gap_shift // 8):
@@ -214,6 +215,14 @@ def _check(space: FlatSpace, row: Row) -> int:
 
 def _positions(row: Row, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
     """Flat positions and step bytes of the changes of a row with checked figures; no steps for `whole`."""
+    positions, steps = interval_positions(row, 0 if row.is_box else start)
+    if row.is_box:
+        kernels_boxes.spread(positions, start, row.run, row.stride)
+    return positions, steps
+
+
+def interval_positions(row: Row, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """The same of a row whose elements are side by side."""
     if row.coding == "whole":
         return np.arange(start, start + row.length), np.empty(0, np.uint8)
     raw = row.count if row.coding == "gap" else row.length
@@ -227,10 +236,29 @@ def _positions(row: Row, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray
     gaps = expand_plane(row.gaps, row.gap_bytes, row.tensor, "gaps")
     lows = np.frombuffer(row.lows, np.uint8)
     if not read_gaps(gaps, lows, row.gap_shift, row.length, start, positions):
-        raise Corrupt(
-            f"row of tensor {row.tensor!r}: gaps do not lead to {row.count} of {row.length} elements"
-        )
+        raise _wrong_gaps(row)
     return positions, steps
+
+
+def _decode_gaps(space: FlatSpace, row: Row, start: int, base: Memory) -> tuple[Changes, Digest]:
+    """As `decode`, for a row of coding `gap` whose elements are side by side."""
+    at, values = np.empty(row.count, np.int64), np.empty(row.count, UNSIGNED[space.width])
+    fault, *lanes = kernels_apply.change_by_gaps(
+        base.addresses(space), space.starts, space.seeds, space.tensor_at(start), start, row.length, row.gap_shift,
+        expand_plane(row.gaps, row.gap_bytes, row.tensor, "gaps"), np.frombuffer(row.lows, np.uint8),
+        expand_plane(row.steps, row.count, row.tensor, "steps"),
+        expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes").view(values.dtype),
+        at, values, TAGS[space.width],
+    )  # fmt: skip
+    if fault == kernels_apply.GAPS_FAULT:
+        raise _wrong_gaps(row)
+    if fault:
+        raise Corrupt(f"row of tensor {row.tensor!r}: {STEP_FAULTS[fault]}")
+    return Changes(space.dtype, at, values), Digest(*map(int, lanes))
+
+
+def _wrong_gaps(row: Row) -> Corrupt:
+    return Corrupt(f"row of tensor {row.tensor!r}: gaps do not lead to {row.count} of {row.length} elements")
 
 
 def _decode_class(
@@ -239,18 +267,18 @@ def _decode_class(
     """Flat positions of the changes of a row, and the bits there before and after."""
     if isinstance(base, Changes):
         raise _needs_base(row)
-    address, parent = base.address(space, start), None
-    if overlay is not None:
-        ends = np.array([start, start + row.length - 1])
-        newer = _within(space, overlay, ends)
-        if len(newer):
-            parent = np.empty(row.length, UNSIGNED[space.width])
-            kernels_classes.sample(np.uint64(address), 1, parent, TAGS[space.width])
-            parent[newer.positions - start] = newer.values
-            address = parent.ctypes.data
+    address = base.address(space, start)
+    run, stride = (row.run, row.stride) if row.is_box else (row.length, row.length)
+    ends = np.array([start, start - row.offset + row.stop - 1])
+    newer, parent = Changes.none(space) if overlay is None else _within(space, overlay, ends), None
+    if len(newer) or row.is_box:
+        parent = np.empty(row.length, UNSIGNED[space.width])
+        kernels_boxes.pick(np.uint64(address), row.length, run, stride, parent, TAGS[space.width])
+        kernels_boxes.put(newer.positions, newer.values, start, run, stride, parent)
+        address = parent.ctypes.data
     at, old, values = classes.decode(space, row, address)
     del parent  # its memory was read until here
-    at += start
+    kernels_boxes.spread(at, start, run, stride)
     return at, old, values
 
 

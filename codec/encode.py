@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import UsageError
-from weightcast.schemas.shard import MAX_ROW_ELEMENTS, Codec, Coding, Row
+from weightcast.schemas.shard import Codec, Coding, Row
 
 from . import classes
+from .find import Found, find
 from .jit import TAGS
-from .kernels import code_steps, compare_interval, digest_change, gather
+from .kernels import code_steps, gather
 from .memory import UNSIGNED, Memory
 from .planes import compress_plane, spread_steps, write_gaps
 from .space import FlatSpace, Interval
@@ -51,18 +52,9 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """Changes of an interval: positions relative to it, old and new bits, step bytes, new bits that are escaped."""
+class Planes:
+    """The planes of a row, and the figures that describe them; see `Row`."""
 
-    positions: npt.NDArray[np.uint32]
-    olds: npt.NDArray[Any]
-    news: npt.NDArray[Any]
-    steps: npt.NDArray[np.uint8]
-    escapes: npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Planes:
     coding: Coding
     count: int
     escaped: int
@@ -75,6 +67,7 @@ class _Planes:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all planes."""
         return len(self.gaps) + len(self.lows) + len(self.steps) + len(self.escapes)
 
 
@@ -87,43 +80,54 @@ def encode(
     coding: Coding | None = None,
     codec: Codec = "gap",
 ) -> Encoded:
-    """Compare, digest and code one interval, in one pass over both memories. Releases the GIL; deterministic.
+    """Compare, digest and code one interval: `find`, then `code`.
 
-    If either side is written meanwhile, the row may be of no use, which `change` shows, but nothing breaks.
+    Raises:
+        UsageError: the interval is not in the space, or a memory is not of its layout; or it cannot have `coding`.
+    """
+    found = find(space, new, old, interval)
+    row = code(space, interval, found, old, level, coding, codec) if len(found) else None
+    return Encoded(row, found.digest, found.change)
+
+
+def code(
+    space: FlatSpace,
+    interval: Interval,
+    found: Found,
+    old: Memory,
+    level: int = 1,
+    coding: Coding | None = None,
+    codec: Codec = "gap",
+) -> Row:
+    """Code the changes found in an interval, at least one. Releases the GIL; deterministic.
 
     Args:
         space: the flat space of the interval's dtype.
-        new: the state to publish.
-        old: the state that readers have.
-        interval: what to look at; at most 2^24 elements.
+        interval: the row.
+        found: its changes.
+        old: where they were found; read by the codings `class` and `whole` alone.
         level: zstd level.
         coding: use this coding instead of the smallest.
         codec: whether `class` is among the codings to choose from.
 
     Raises:
-        UsageError: the interval is not in the space, or a memory is not of its layout; or it cannot have `coding`.
+        UsageError: the row cannot have `coding`.
     """
-    space.check(interval)
-    if interval.length > MAX_ROW_ELEMENTS:
-        raise UsageError(f"{interval} is longer than a row may be, {MAX_ROW_ELEMENTS} elements")
-    first, width = space.tensor_at(interval.start), space.width
-    positions, olds, news = _scratch.take(interval.length, width)
-    count, *lanes = compare_interval(
-        old.addresses(space), new.addresses(space), space.starts, space.seeds, first,
-        interval.start, interval.length, positions, olds, news, TAGS[width],
-    )  # fmt: skip
-    digest = Digest(*map(int, lanes))
-    if count == 0:
-        return Encoded(None, digest, Digest())
-    lanes = digest_change(space.starts, space.seeds, first, positions, interval.start, olds, news, count)
-    steps, escapes = np.empty(count, np.uint8), np.empty(count, olds.dtype)
-    escaped = code_steps(olds, news, count, steps, escapes)
-    found = _Found(positions[:count], olds[:count], news[:count], steps, escapes[:escaped])
-    planes = _smallest(space, old, interval, found, level, coding, codec)
-    return Encoded(_row(space, interval, planes, digest), digest, Digest(*map(int, lanes)))
+    first = space.tensor_at(interval.start)
 
+    def whole() -> npt.NDArray[Any]:
+        values = np.empty(interval.length, UNSIGNED[space.width])
+        every = np.arange(interval.start, interval.stop)
+        gather(old.addresses(space), space.starts, first, every, values, TAGS[space.width])
+        return values
 
-def _row(space: FlatSpace, interval: Interval, planes: _Planes, digest: Digest) -> Row:
+    def by_class() -> classes.Coded | None:
+        if not classes.suits(space, interval, len(found)):
+            return None
+        address = old.address(space, interval.start)
+        return classes.encode(space, address, interval, found.positions, found.olds, found.news)
+
+    planes = choose(found, level, coding, codec, whole, by_class)
     place = space.describe(interval)
     return Row(
         tensor=place.tensor,
@@ -141,115 +145,99 @@ def _row(space: FlatSpace, interval: Interval, planes: _Planes, digest: Digest) 
         lows=planes.lows,
         steps=planes.steps,
         escapes=planes.escapes,
-        digest=digest,
+        digest=found.digest,
     )
 
 
-class _Scratch(threading.local):
-    """Room for the changes of a row, kept from row to row instead of being asked of the system each time.
-
-    Only what a row fills is ever touched: 8 bytes a change at width 2, up to what the densest row needed.
-    """
-
-    def __init__(self) -> None:
-        self._positions = np.empty(0, np.uint32)
-        self._bits: dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
-
-    def take(
-        self, length: int, width: int
-    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any], npt.NDArray[Any]]:
-        """positions, olds and news of at least `length` entries, valid until this thread's next call."""
-        if len(self._positions) < length:
-            self._positions = np.empty(length, np.uint32)
-        if width not in self._bits or len(self._bits[width][0]) < length:
-            self._bits[width] = np.empty(length, UNSIGNED[width]), np.empty(length, UNSIGNED[width])
-        return self._positions, *self._bits[width]
-
-
-_scratch = _Scratch()
-
-
-def _smallest(
-    space: FlatSpace,
-    old: Memory,
-    interval: Interval,
-    found: _Found,
+def choose(
+    found: Found,
     level: int,
     coding: Coding | None,
     codec: Codec,
-) -> _Planes:
-    """The planes in the coding asked for, or in the smallest of those that can be it."""
-    length, count = interval.length, len(found.positions)
+    whole: Callable[[], npt.NDArray[Any]],
+    by_class: Callable[[], classes.Coded | None],
+) -> Planes:
+    """The planes of a row in the coding asked for, or in the smallest of those that can be it.
+
+    Args:
+        found: its changes, at least one.
+        level: zstd level.
+        coding: use this coding instead of the smallest.
+        codec: whether `class` is among the codings to choose from.
+        whole: makes a fresh array [length] of the row's old bits.
+        by_class: codes the row by class, or says None where it cannot be.
+
+    Raises:
+        UsageError: the row cannot have `coding`.
+    """
     if coding == "whole":
-        return _whole(space, old, interval, found, level)
+        return _whole(found, level, whole())
     if coding == "class":
-        asked = _class(space, old, interval, found)
+        asked = by_class()
         if asked is None:
-            raise UsageError(f"{interval} with {count} changes cannot be coded by class")
-        return asked
-    dense = coding == "dense" or (coding is None and count >= DENSE_DENSITY * length)
-    sparse = _dense(length, found, level) if dense else _gap(length, found, level)
-    raw_bytes = (length if dense else count) + found.escapes.nbytes
-    if coding is None and raw_bytes >= WHOLE_FRACTION * length * space.width:
-        whole = _whole(space, old, interval, found, level)
-        sparse = whole if whole.nbytes < sparse.nbytes else sparse
+            raise UsageError(
+                f"a row of {found.length} elements with {len(found)} changes cannot be coded by class"
+            )
+        return _class(found, asked)
+    dense = coding == "dense" or (coding is None and len(found) >= DENSE_DENSITY * found.length)
+    steps = _Steps.of(found)
+    best = _dense(found, steps, level) if dense else _gap(found, steps, level)
+    raw_bytes = (found.length if dense else len(found)) + steps.escapes.nbytes
+    if coding is None and raw_bytes >= WHOLE_FRACTION * found.length * found.news.itemsize:
+        every = _whole(found, level, whole())
+        best = every if every.nbytes < best.nbytes else best
     if coding is None and codec != "gap":
-        by_class = _class(space, old, interval, found)
-        return by_class if by_class is not None and by_class.nbytes < sparse.nbytes else sparse
-    return sparse
+        coded = by_class()
+        if coded is not None and len(coded.gaps) + len(coded.steps) < best.nbytes:
+            return _class(found, coded)
+    return best
 
 
-def _class(space: FlatSpace, old: Memory, interval: Interval, found: _Found) -> _Planes | None:
-    count = len(found.positions)
-    if not classes.suits(space, interval, count):
-        return None
-    coded = classes.encode(
-        space, old.address(space, interval.start), interval, found.positions, found.olds, found.news
-    )
-    if coded is None:
-        return None
-    return _Planes("class", count, 0, gap_bytes=len(coded.gaps), gaps=coded.gaps, steps=coded.steps)
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Step bytes of changes, and new bits of those that are escaped."""
+
+    steps: npt.NDArray[np.uint8]
+    escapes: npt.NDArray[Any]
+
+    @classmethod
+    def of(cls, found: Found) -> _Steps:
+        steps, escapes = np.empty(len(found), np.uint8), np.empty(len(found), found.olds.dtype)
+        escaped = code_steps(found.olds, found.news, len(found), steps, escapes)
+        return cls(steps, escapes[:escaped])
 
 
-def _gap(length: int, found: _Found, level: int) -> _Planes:
-    count = len(found.positions)
-    shift = gap_shift(length, count)
-    gaps = np.empty(count + (length >> shift) // 255, np.uint8)
+def _class(found: Found, coded: classes.Coded) -> Planes:
+    return Planes("class", len(found), 0, gap_bytes=len(coded.gaps), gaps=coded.gaps, steps=coded.steps)
+
+
+def _gap(found: Found, coded: _Steps, level: int) -> Planes:
+    count = len(found)
+    shift = gap_shift(found.length, count)
+    gaps = np.empty(count + (found.length >> shift) // 255, np.uint8)
     low_bytes = -(-count * shift // 8)
     lows = np.empty(low_bytes + 8, np.uint8)
     gap_bytes = write_gaps(found.positions, count, shift, gaps, lows)
-    return _Planes(
-        "gap", count, len(found.escapes), shift, gap_bytes, compress_plane(gaps[:gap_bytes], level),
-        lows[:low_bytes].tobytes(), compress_plane(found.steps, level),
-        compress_plane(found.escapes, level, noisy=False),
+    return Planes(
+        "gap", count, len(coded.escapes), shift, gap_bytes, compress_plane(gaps[:gap_bytes], level),
+        lows[:low_bytes].tobytes(), compress_plane(coded.steps, level),
+        compress_plane(coded.escapes, level, noisy=False),
     )  # fmt: skip
 
 
-def _dense(length: int, found: _Found, level: int) -> _Planes:
-    plane = np.zeros(length, np.uint8)
-    spread_steps(found.positions, len(found.positions), found.steps, plane)
-    return _Planes(
-        "dense", len(found.positions), len(found.escapes),
-        steps=compress_plane(plane, level), escapes=compress_plane(found.escapes, level, noisy=False),
+def _dense(found: Found, coded: _Steps, level: int) -> Planes:
+    plane = np.zeros(found.length, np.uint8)
+    spread_steps(found.positions, len(found), coded.steps, plane)
+    return Planes(
+        "dense", len(found), len(coded.escapes),
+        steps=compress_plane(plane, level), escapes=compress_plane(coded.escapes, level, noisy=False),
     )  # fmt: skip
 
 
-def _whole(space: FlatSpace, old: Memory, interval: Interval, found: _Found, level: int) -> _Planes:
+def _whole(found: Found, level: int, values: npt.NDArray[Any]) -> Planes:
     """All new bits: the old ones with the changes found, so that a source in motion cannot add to them."""
-    values = np.empty(interval.length, UNSIGNED[space.width])
-    positions = np.arange(interval.start, interval.stop)
-    gather(
-        old.addresses(space),
-        space.starts,
-        space.tensor_at(interval.start),
-        positions,
-        values,
-        TAGS[space.width],
-    )
     values[found.positions] = found.news
-    return _Planes(
-        "whole", interval.length, interval.length, escapes=compress_plane(values, level, noisy=False)
-    )
+    return Planes("whole", found.length, found.length, escapes=compress_plane(values, level, noisy=False))
 
 
 def gap_shift(length: int, count: int) -> int:

@@ -34,7 +34,7 @@ MIX1: Final = 0xBF58476D1CE4E5B9
 MIX2: Final = 0x94D049BB133111EB
 """splitmix64: increment and the multipliers of the finaliser (docs/format.md, state digest)."""
 
-_I64: Final = ir.IntType(64)
+I64: Final = ir.IntType(64)
 
 
 def kernel(function: F) -> F:
@@ -46,7 +46,7 @@ def kernel(function: F) -> F:
         return cast(F, njit(**options)(function))
 
 
-def _pointer(builder: Any, address: Any, kind: ir.Type) -> Any:
+def pointer_of(builder: Any, address: Any, kind: ir.Type) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
@@ -55,7 +55,7 @@ def width(typingctx: Any, tag: Any) -> Any:
     """width(tag) -> int64: bytes of an element."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _I64(tag.bitwidth // 8)
+        return I64(tag.bitwidth // 8)
 
     return types.int64(tag), codegen
 
@@ -65,7 +65,7 @@ def load(typingctx: Any, address: Any, tag: Any) -> Any:
     """load(address: uint64, tag) -> unsigned: the element at `address`, which may be unaligned."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_pointer(builder, args[0], context.get_value_type(tag)), align=1)
+        return builder.load(pointer_of(builder, args[0], context.get_value_type(tag)), align=1)
 
     return tag(types.uint64, tag), codegen
 
@@ -75,7 +75,7 @@ def store(typingctx: Any, address: Any, value: Any) -> Any:
     """store(address: uint64, value): write an element to `address`, which may be unaligned."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], _pointer(builder, args[0], args[1].type), align=1)
+        builder.store(args[1], pointer_of(builder, args[0], args[1].type), align=1)
         return context.get_dummy_value()
 
     return types.void(types.uint64, value), codegen
@@ -97,8 +97,8 @@ def differ(typingctx: Any, left: Any, right: Any, tag: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         group = ir.VectorType(context.get_value_type(tag), GROUP)
-        a, b = (builder.load(_pointer(builder, args[i], group), align=1) for i in (0, 1))
-        return builder.bitcast(builder.icmp_unsigned("!=", a, b), _I64)
+        a, b = (builder.load(pointer_of(builder, args[i], group), align=1) for i in (0, 1))
+        return builder.bitcast(builder.icmp_unsigned("!=", a, b), I64)
 
     return types.uint64(types.uint64, types.uint64, tag), codegen
 
@@ -108,15 +108,17 @@ def prefetch(typingctx: Any, address: Any) -> Any:
     """prefetch(address: uint64): have its cache line fetched. Any address will do; nothing is read."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(
-            function, [builder.inttoptr(args[0], byte), word(0), word(3), word(1)]
-        )  # read, keep, data
+        emit_prefetch(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.uint64), codegen
+
+
+def emit_prefetch(builder: Any, address: Any) -> None:
+    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [builder.inttoptr(address, byte), word(0), word(3), word(1)])  # read, keep, data
 
 
 @intrinsic
@@ -128,30 +130,30 @@ def weigh(typingctx: Any, address: Any, vectors: Any, z0: Any, z1: Any, tag: Any
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, vectors, *starts = args[:4]
-        vector = ir.VectorType(_I64, LANES)
-        step = _splat(vector, LANES * GOLDEN)
+        vector = ir.VectorType(I64, LANES)
+        step = emit_splat(vector, LANES * GOLDEN)
         ramp = ir.Constant(vector, [i * GOLDEN & (2**64 - 1) for i in range(LANES)])
-        firsts = [builder.add(_broadcast(builder, z, vector), ramp) for z in starts]
+        firsts = [builder.add(emit_broadcast(builder, z, vector), ramp) for z in starts]
         entry = builder.block
         loop, done = builder.append_basic_block("weigh"), builder.append_basic_block("weighed")
-        builder.cbranch(builder.icmp_signed(">", vectors, _I64(0)), loop, done)
+        builder.cbranch(builder.icmp_signed(">", vectors, I64(0)), loop, done)
         builder.position_at_end(loop)
-        index = builder.phi(_I64)
-        index.add_incoming(_I64(0), entry)
+        index = builder.phi(I64)
+        index.add_incoming(I64(0), entry)
         zs = [builder.phi(vector) for _ in starts]
         sums = [builder.phi(vector) for _ in starts]
-        at = builder.add(address, builder.mul(index, _I64(LANES * 8)))
-        words = builder.load(_pointer(builder, at, vector), align=1)
-        after = builder.add(index, _I64(1))
+        at = builder.add(address, builder.mul(index, I64(LANES * 8)))
+        words = builder.load(pointer_of(builder, at, vector), align=1)
+        after = builder.add(index, I64(1))
         index.add_incoming(after, loop)
         totals = []
         for z, total, first, bits in zip(
-            zs, sums, firsts, (words, _reverse(builder, words, tag)), strict=True
+            zs, sums, firsts, (words, emit_reverse(builder, words, tag.bitwidth)), strict=True
         ):
-            totals.append(builder.add(total, builder.mul(bits, _mix(builder, z, vector))))
+            totals.append(builder.add(total, builder.mul(bits, emit_mix(builder, z, vector))))
             for phi, initial, value in (
                 (z, first, builder.add(z, step)),
-                (total, _splat(vector, 0), totals[-1]),
+                (total, emit_splat(vector, 0), totals[-1]),
             ):
                 phi.add_incoming(initial, entry)
                 phi.add_incoming(value, loop)
@@ -159,7 +161,7 @@ def weigh(typingctx: Any, address: Any, vectors: Any, z0: Any, z1: Any, tag: Any
         builder.position_at_end(done)
         merged = [builder.phi(vector) for _ in starts]
         for phi, total in zip(merged, totals, strict=True):
-            phi.add_incoming(_splat(vector, 0), entry)
+            phi.add_incoming(emit_splat(vector, 0), entry)
             phi.add_incoming(total, loop)
         lanes = [_sum(builder, phi) for phi in merged]
         return context.make_tuple(builder, signature.return_type, lanes)
@@ -168,21 +170,21 @@ def weigh(typingctx: Any, address: Any, vectors: Any, z0: Any, z1: Any, tag: Any
     return result(types.uint64, types.int64, types.uint64, types.uint64, tag), codegen
 
 
-def _reverse(builder: Any, words: Any, tag: Any) -> Any:
-    """Each word with its elements in reverse order."""
-    each = 64 // tag.bitwidth
-    elements = ir.VectorType(ir.IntType(tag.bitwidth), LANES * each)
+def emit_reverse(builder: Any, words: Any, bits: int) -> Any:
+    """Each word with its elements, of so many bits, in reverse order."""
+    each = 64 // bits
+    elements = ir.VectorType(ir.IntType(bits), LANES * each)
     order = [i // each * each + each - 1 - i % each for i in range(LANES * each)]
     mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES * each), order)
     split = builder.bitcast(words, elements)
     return builder.bitcast(builder.shuffle_vector(split, split, mask), words.type)
 
 
-def _splat(vector: ir.VectorType, value: int) -> ir.Constant:
-    return ir.Constant(vector, [value & (2**64 - 1)] * vector.count)
+def emit_splat(vector: ir.VectorType, value: int) -> ir.Constant:
+    return ir.Constant(vector, [value & (2**vector.element.width - 1)] * vector.count)
 
 
-def _broadcast(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
+def emit_broadcast(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.IntType(32)(0))
     return builder.shuffle_vector(
         one,
@@ -191,12 +193,12 @@ def _broadcast(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
     )
 
 
-def _mix(builder: Any, z: Any, vector: ir.VectorType) -> Any:
-    z = builder.xor(z, builder.lshr(z, _splat(vector, 30)))
-    z = builder.mul(z, _splat(vector, MIX1))
-    z = builder.xor(z, builder.lshr(z, _splat(vector, 27)))
-    z = builder.mul(z, _splat(vector, MIX2))
-    return builder.or_(builder.xor(z, builder.lshr(z, _splat(vector, 31))), _splat(vector, 1))
+def emit_mix(builder: Any, z: Any, vector: ir.VectorType) -> Any:
+    z = builder.xor(z, builder.lshr(z, emit_splat(vector, 30)))
+    z = builder.mul(z, emit_splat(vector, MIX1))
+    z = builder.xor(z, builder.lshr(z, emit_splat(vector, 27)))
+    z = builder.mul(z, emit_splat(vector, MIX2))
+    return builder.or_(builder.xor(z, builder.lshr(z, emit_splat(vector, 31))), emit_splat(vector, 1))
 
 
 def _sum(builder: Any, vector: Any) -> Any:

@@ -63,7 +63,7 @@ def select(
     start, size, step = begin[move], shape[move, inner], sources[move, inner]
     scale = targets[move, inner] * width(tag)
     if inner == 0 and step == 1:  # all of them: no branch, so that it becomes vectors
-        fits = True
+        fits: Any = True
         for i in range(last - first):
             flat = np.int64(load(positions + np.uint64((first + i) * 8), _POSITION))
             at[i], found[i] = flat, first + i

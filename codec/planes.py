@@ -11,7 +11,7 @@ import zstandard
 
 from weightcast.schemas.errors import Corrupt
 
-from .jit import kernel
+from .jit import kernel, store
 
 ESCAPE: Final = 255
 """Step byte of a change whose new bits lie in `escapes`; gap byte that stands for 255 and goes on."""
@@ -29,21 +29,20 @@ Bytes = npt.NDArray[np.uint8]
 def write_gaps(positions: npt.NDArray[np.uint32], count: int, shift: int, gaps: Bytes, lows: Bytes) -> int:
     """Code ascending positions [count] into the planes `gaps` and `lows`; bytes of `gaps` used.
 
-    `gaps` must hold count + (last position >> shift) // 255 bytes, `lows` count * shift / 8, rounded up.
+    `gaps` must hold count + (last position >> shift) // 255 bytes, `lows` count * shift / 8, rounded up, and 8 more.
     """
-    used, low, pending, held = 0, 0, np.uint64(0), 0
+    done, used = 0, 0
+    if shift <= 8:  # eight at a time: their low bits fill `shift` bytes
+        done, used = write_eights(positions, count, shift, gaps, lows)
+    low, pending, held = done * shift // 8, np.uint64(0), 0
     mask = (np.int64(1) << shift) - 1
-    expected = np.int64(0)  # position of a change without a gap
-    for i in range(count):
+    expected = (
+        np.int64(positions[done - 1]) + 1 if done else np.int64(0)
+    )  # position of a change without a gap
+    for i in range(done, count):
         gap = np.int64(positions[i]) - expected
         expected = np.int64(positions[i]) + 1
-        high = gap >> shift
-        while high >= 255:
-            gaps[used] = 255
-            used += 1
-            high -= 255
-        gaps[used] = high
-        used += 1
+        used = write_high(gap >> shift, gaps, used)
         pending |= np.uint64(gap & mask) << np.uint64(held)
         held += shift
         while held >= 8:
@@ -54,6 +53,43 @@ def write_gaps(positions: npt.NDArray[np.uint32], count: int, shift: int, gaps: 
     if held > 0:
         lows[low] = pending
     return used
+
+
+@kernel
+def write_eights(positions: npt.NDArray[np.uint32], count: int, shift: int, gaps: Bytes, lows: Bytes) -> Any:
+    """As `write_gaps`, for a shift of at most 8, as far as there are eight changes: (changes coded, bytes of gaps)."""
+    used, expected = 0, np.int64(0)
+    mask = (np.uint64(1) << np.uint64(shift)) - np.uint64(1)
+    for i in range(0, count - 7, 8):
+        highs, packed, most = np.uint64(0), np.uint64(0), np.uint64(0)
+        before = expected
+        for k in range(8):
+            gap = np.uint64(np.int64(positions[i + k]) - expected)
+            expected = np.int64(positions[i + k]) + 1
+            high = gap >> np.uint64(shift)
+            most |= high + np.uint64(1)  # reaches 256 if one does not fit a byte
+            highs |= high << np.uint64(8 * k)
+            packed |= (gap & mask) << np.uint64(shift * k)
+        store(np.uint64(lows.ctypes.data) + np.uint64(i * shift >> 3), packed)
+        if most < np.uint64(256):
+            store(np.uint64(gaps.ctypes.data) + np.uint64(used), highs)
+            used += 8
+            continue
+        for k in range(8):
+            used = write_high((np.int64(positions[i + k]) - before) >> shift, gaps, used)
+            before = np.int64(positions[i + k]) + 1
+    return count // 8 * 8, used
+
+
+@kernel
+def write_high(high: Any, gaps: Bytes, used: int) -> int:
+    """Append the high bits of a gap; bytes used then."""
+    while high >= 255:
+        gaps[used] = 255
+        used += 1
+        high -= 255
+    gaps[used] = high
+    return used + 1
 
 
 @kernel

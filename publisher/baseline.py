@@ -12,8 +12,9 @@ import numpy as np
 
 from weightcast.codec import Changes, Geometry, merge
 from weightcast.manifest.chain import Position
-from weightcast.manifest.deltas import apply_directly, concatenated
+from weightcast.manifest.deltas import apply_directly
 from weightcast.manifest.rebuild import State
+from weightcast.manifest.rowset import concatenated
 from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.shard import Row
@@ -33,15 +34,23 @@ class Gate:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Hold the baseline still."""
-        with self._condition:
-            self._condition.wait_for(lambda: not self._changing)
-            self._readers += 1
+        self.hold()
         try:
             yield
         finally:
-            with self._condition:
-                self._readers -= 1
-                self._condition.notify_all()
+            self.let_go()
+
+    def hold(self) -> None:
+        """Hold the baseline still until `let_go`, which any thread may call."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._changing)
+            self._readers += 1
+
+    def let_go(self) -> None:
+        """End what `hold` began."""
+        with self._condition:
+            self._readers -= 1
+            self._condition.notify_all()
 
     @contextmanager
     def changing(self) -> Iterator[None]:

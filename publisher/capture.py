@@ -1,79 +1,28 @@
 """What a trainer's tensors are at one moment: the encoded difference to the baseline, or, to start afresh, a copy.
 
 A capture runs in the thread that publishes, with a pool's help, while the tensors hold still. When it returns, the
-trainer may go on: nothing refers to its tensors any more.
+changes are found and proved, and the trainer may go on: nothing refers to its tensors any more. They are coded later.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
-from weightcast.codec import Encoded, Geometry, Interval, Memory, digest_all, encode
+from weightcast.codec import Geometry, Interval, Memory, digest_all
 from weightcast.codec.space import SMALL_ELEMENTS
 from weightcast.manifest.rebuild import State, digest_of, retained, under_layout
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
-from weightcast.schemas.shard import Codec, Row
+from weightcast.schemas.shard import Codec
 
+from .coder import Coder
 from .label import Label
+from .olds import Kept, Olds
+from .rows import Rows
 from .sources import Item, tied
-
-
-class Rows:
-    """Encoded rows, handed from the capturing to the uploading thread as they come."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._rows: list[tuple[Interval, Row]] = []
-        self._finished = False
-        self._failed = False
-
-    def add(self, interval: Interval, row: Row) -> None:
-        """Hand over one row."""
-        with self._changed:
-            self._rows.append((interval, row))
-            self._changed.notify_all()
-
-    def finish(self, *, failed: bool = False) -> None:
-        """No more rows will come; `failed`: and those that came are void."""
-        with self._changed:
-            self._finished, self._failed = True, failed
-            self._changed.notify_all()
-
-    def __iter__(self) -> Iterator[Row]:
-        """All rows in order, waiting for those to come; ends early if the capture failed."""
-        position = 0
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda at=position: self._finished or len(self._rows) > at)  # type: ignore[misc]
-                fresh = self._rows[position:]
-                if self._failed or not fresh:
-                    return
-            for _, row in fresh:
-                yield row
-            position += len(fresh)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the capture failed."""
-        return self._failed
-
-    def by_interval(self) -> dict[Interval, Row]:
-        """The rows of a finished capture."""
-        return dict(self._rows)
-
-    def swap(self, rows: Mapping[Interval, Row]) -> None:
-        """Replace the rows of a finished capture."""
-        self._rows = sorted(rows.items(), key=lambda pair: (pair[0].dtype, pair[0].start))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(row.nbytes for _, row in self._rows)
 
 
 @dataclass
@@ -129,15 +78,24 @@ class DeltaCapture:
     """Compares a source with a baseline that holds still meanwhile, and fills a `Capture`."""
 
     def __init__(
-        self, capture: Capture, state: State, pool: Executor, *, row_elements: int, level: int, codec: Codec
+        self,
+        capture: Capture,
+        state: State,
+        pool: Executor,
+        *,
+        row_elements: int,
+        level: int,
+        codec: Codec,
+        olds: Olds | None = None,
     ) -> None:
+        """Prepare to fill `capture` with what changed since `state`, whose bits `olds` has, or its own memory."""
+        self._given = olds
         capture.base = state.position.sha256
         self._capture = capture
         self._state = state
         self._pool = pool
         self._row_elements = row_elements
-        self._level = level
-        self._codec: Codec = codec
+        self._coder = Coder(capture.rows, pool, state, level=level, codec=codec)
         self._known = state.layout.stored_by_name
         self._taken: dict[str, Item] = {}
         self._done: set[str] = set()
@@ -161,6 +119,7 @@ class DeltaCapture:
         except BaseException:
             self._capture.rows.finish(failed=True)
             raise
+        self._coder.start()
         self._capture.rows.finish()
 
     def _take(self, item: Item) -> Item:
@@ -182,7 +141,7 @@ class DeltaCapture:
                 Interval(spec.dtype, first + at, min(step, spec.elements - at))
                 for at in range(0, spec.elements, step)
             ]
-            self._encode(self._state.geometry, memory, self._state.memory, slices)
+            self._encode(self._state.geometry, memory, self._olds(), slices)
             self._done.add(spec.name)
             self._done_ties.add(item.tie)
         else:
@@ -202,7 +161,7 @@ class DeltaCapture:
         geometry = Geometry(layout) if capture.relaid else state.geometry
         capture.geometry = geometry
         new = Memory.at(geometry, {n: i.address for n, i in self._waiting.items()}, self._waiting)
-        old = under_layout(state.layout, state.memory, geometry) if capture.relaid else state.memory
+        old = self._olds(geometry)
         rest = [
             i
             for i in geometry.intervals(self._row_elements)
@@ -223,17 +182,22 @@ class DeltaCapture:
                 hint="the tensors were written to while they were published, or memory is faulty; publish again",
             )
 
-    def _encode(self, geometry: Geometry, new: Memory, old: Memory, intervals: Sequence[Interval]) -> None:
-        def one(interval: Interval) -> tuple[Interval, Encoded]:
-            return interval, encode(
-                geometry[interval.dtype], new, old, interval, self._level, codec=self._codec
+    def _olds(self, relaid: Geometry | None = None) -> Olds:
+        """The old bits, under another layout if one is given that is not the state's."""
+        state = self._state
+        if relaid is None or relaid is state.geometry:
+            return self._given or Kept(state.memory)
+        if self._given is not None:
+            raise UsageError(
+                "not published, since the tensors are others than in the last version, of which no copy is kept",
+                hint="publish with reset=True",
             )
+        return Kept(under_layout(state.layout, state.memory, relaid))
 
-        for interval, encoded in self._pool.map(one, intervals):
-            self._capture.after += encoded.digest
-            self._moved += encoded.change
-            if encoded.row is not None:
-                self._capture.rows.add(interval, encoded.row)
+    def _encode(self, geometry: Geometry, new: Memory, olds: Olds, intervals: Sequence[Interval]) -> None:
+        for digest, change in self._coder.find(geometry, new, olds, intervals):
+            self._capture.after += digest
+            self._moved += change
 
 
 def _with_tie(spec: TensorSpec, ties: Mapping[str, str]) -> TensorSpec:

@@ -44,7 +44,8 @@ class Follower:
         Raises:
             Corrupt: the rows do not lead to the committed state: neither baseline nor `waiting` are of use any more.
         """
-        before, level, codec = baseline.state, self._settings.level, self._settings.codec
+        before, level = baseline.state, self._settings.level
+        codec = waiting.rows.codec if waiting is not None else "gap"
         if capture.fresh is not None:
             baseline.replace(self.fresh(capture, position))
         elif capture.relaid:

@@ -90,6 +90,7 @@ def recapture(
         found.append(Item(spec, address, array, True, (name,) if spec.elements else None))
     drop = [s.name for s in after.layout if s.name not in waiting.layout]
     DeltaCapture(fresh, after, pool, row_elements=row_elements, level=level, codec=codec).run(found, drop)
+    fresh.rows.by_interval()  # all coded, before `after` changes
     return fresh
 
 

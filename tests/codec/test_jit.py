@@ -19,7 +19,7 @@ def test_a_kernel_without_a_place_for_its_cache_still_runs() -> None:
 
 def test_import_compiles_nothing_and_needs_no_torch() -> None:
     code = (
-        "import sys, weightcast.codec.kernels as k, weightcast.codec as c\n"
+        "import sys, weightcast.codec.kernels_find as k, weightcast.codec as c\n"
         "assert 'torch' not in sys.modules\n"
         "print(len(k.compare_interval.signatures))"
     )

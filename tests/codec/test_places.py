@@ -138,6 +138,7 @@ def test_moves_longer_than_any_block_and_share(
     assert np.array_equal(bits, values[index])
 
 
+@examples
 @given(engines(), st.integers(0, 2**32))
 def test_positions_that_do_not_ascend_write_nothing_outside_of_the_targets(engine: Engine, seed: int) -> None:
     rng, n = np.random.default_rng(seed), engine.space.elements

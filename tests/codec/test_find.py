@@ -1,0 +1,109 @@
+"""Finding changes: the same whatever the machine's vectors can do, and held apart from where they were found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightcast.codec import Interval, code, encode, find, kernels, kernels_find, reference
+from weightcast.codec.jit import GROUP, LANES, TAGS
+from weightcast.codec.jit_find import COMPRESSES
+from weightcast.schemas.digest import Digest
+from weightcast.schemas.errors import UsageError
+
+from .states import change, examples, memory_of, random_bits, space_of
+
+SEEDS = st.integers(0, 2**32 - 1)
+WIDTHS = st.sampled_from([1, 2, 4, 8])
+NOTES: Final[dict[str, Callable[..., Any]]] = {"turns": kernels_find.note_by_turns} | (
+    {"vectors": kernels_find.note_by_vectors} if COMPRESSES else {}
+)
+
+
+@examples
+@given(
+    WIDTHS, st.lists(st.integers(0, 300), min_size=1, max_size=6), st.floats(0, 1), st.integers(0, 9), SEEDS
+)
+def test_changes_and_digests_are_those_of_the_reference(
+    width: int, sizes: list[int], density: float, lead: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    space = space_of(width, [(n,) for n in [*sizes, 70]])
+    old = random_bits(width, space.elements, rng)
+    new = change(old, density, rng)
+    begin, end = sorted(rng.choice(space.elements + 1, 2, replace=False).tolist())
+    interval = Interval(space.dtype, begin, end - begin)
+    found = find(space, memory_of(space, new, lead=lead), memory_of(space, old, lead=9 - lead), interval)
+    at = np.flatnonzero(old[begin:end] != new[begin:end])
+    assert np.array_equal(found.positions, at)
+    assert np.array_equal(found.olds, old[begin:end][at])
+    assert np.array_equal(found.news, new[begin:end][at])
+    before, after = Digest(), Digest()
+    for spec, start in zip(space.specs, space.starts.tolist(), strict=False):
+        first, last = max(start, begin), min(start + spec.elements, end)
+        if first < last:
+            before += reference.digest(spec, old[first:last].tolist(), first - start)
+            after += reference.digest(spec, new[first:last].tolist(), first - start)
+    assert found.digest == after
+    assert found.change == after - before
+
+
+@pytest.mark.parametrize("name", NOTES)
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("changes", [0, 1, 2, 3, 4, 17, 33, 63, 64])
+def test_a_group_is_noted_alike_by_all_means(
+    name: str, width: int, changes: int, rng: np.random.Generator
+) -> None:
+    old = random_bits(width, GROUP, rng)
+    new = old.copy()
+    at = np.sort(rng.choice(GROUP, changes, replace=False))
+    new[at] ^= np.array(1, new.dtype)
+    filled = 5  # entries that are there already
+    room = filled + 2 * GROUP
+    positions, olds, news = np.zeros(room, np.uint32), np.zeros(room, old.dtype), np.zeros(room, old.dtype)
+    sums = np.zeros(2 * LANES, np.uint64)
+    seed0, seed1 = np.uint64(rng.integers(1 << 63)), np.uint64(rng.integers(1 << 63))
+    end = NOTES[name](
+        np.uint64(old.ctypes.data), np.uint64(new.ctypes.data), seed0, seed1, np.uint64(sums.ctypes.data),
+        np.uint32(1000), positions, olds, news, filled, TAGS[width],
+    )  # fmt: skip
+    assert end == filled + changes
+    assert np.array_equal(positions[filled:end], 1000 + at)
+    assert np.array_equal(olds[filled:end], old[at])
+    assert np.array_equal(news[filled:end], new[at])
+    assert not positions[:filled].any()
+    assert not positions[filled + GROUP :].any()
+    assert not olds[filled + GROUP :].any()
+    lanes = kernels.digest_run(np.uint64(new.ctypes.data), 0, GROUP, seed0, seed1, TAGS[width])
+    assert (int(sums[:LANES].sum()), int(sums[LANES:].sum())) == tuple(map(int, lanes))
+
+
+@pytest.mark.parametrize("codec", ["gap", "class"])
+@pytest.mark.parametrize("density", [0.001, 0.03, 0.6, 1.0])
+def test_a_row_is_the_same_when_it_is_coded_later(
+    codec: Any, density: float, rng: np.random.Generator
+) -> None:
+    space = space_of(2, [(40, 100), (7,)])
+    old = random_bits(2, space.elements, rng)
+    new = change(old, density, rng, reach=3)
+    olds, news = memory_of(space, old), memory_of(space, new)
+    interval = Interval(space.dtype, 0, 4000)
+    at_once = encode(space, news, olds, interval, codec=codec)
+    kept = find(space, news, olds, interval).copied()
+    news.flat(space.dtype)[:] = 0  # the trainer goes on
+    find(space, news, olds, interval)  # and this thread finds something else
+    assert code(space, interval, kept, olds, codec=codec) == at_once.row
+    assert (kept.digest, kept.change) == (at_once.digest, at_once.change)
+    assert kept.nbytes == 8 * len(kept)
+
+
+def test_what_is_not_an_interval_of_the_space_is_refused() -> None:
+    space = space_of(2, [(10,)])
+    memory = memory_of(space, np.zeros(10, np.uint16))
+    with pytest.raises(UsageError, match="not inside"):
+        find(space, memory, memory, Interval(space.dtype, 5, 6))
