@@ -1,18 +1,28 @@
-"""How old the weights are that something was made with: a stamp for rollouts, and the version of a step."""
+"""How old the weights are that something was made with: stamps for rollouts, versions of steps, waiting for readers."""
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from datetime import UTC, datetime
+from typing import Any, Final, Self
 
-from weightcast.schemas.errors import NotFound, UsageError
+from weightcast.schemas.errors import NotFound, StorageError, UsageError
 from weightcast.schemas.manifest import VersionManifest
 from weightcast.schemas.names import check_sha256, check_token
 
 from .chain import Position
+from .inspect import lags
+from .inspect.values import ReaderStatus
 from .stream import StreamReader
+
+ALIVE_S: Final = 180.0
+"""A lease that is older counts for nobody: three times the default between two leases."""
+
+POLL_S: Final = 0.2
+"""Between two looks at the leases: a listing, and a small request for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +108,53 @@ def version_of(reader: StreamReader, step: int) -> Position | None:
 
 def _step(position: Position) -> int:
     return position.manifest.step or 0
+
+
+def wait_held(
+    reader: StreamReader,
+    version: int,
+    *,
+    subscribers: int,
+    max_lag: int = 0,
+    timeout: float | None = None,
+    alive_s: float = ALIVE_S,
+) -> tuple[ReaderStatus, ...]:
+    """Wait until subscribers hold `version`, or are no further behind it than allowed, as their leases say.
+
+    A subscriber renews its lease with each version: when it has applied it and, in `Subscriber.follow`, the body of the
+    loop is through with it. One that died counts with what it held last until its lease is `alive_s` old, by this
+    host's clock.
+
+    Args:
+        reader: of the stream.
+        version: need not be committed yet.
+        subscribers: how many must hold it.
+        max_lag: versions that they may be behind it.
+        timeout: in seconds; None waits for ever.
+        alive_s: seconds after which a lease that was not renewed does not count.
+
+    Returns:
+        Those that do; the one furthest behind first.
+
+    Raises:
+        UsageError: `subscribers` is not at least 1, or `max_lag` not at least 0.
+        StorageError: time ran out; says who holds what.
+    """
+    if subscribers < 1 or max_lag < 0:
+        raise UsageError(
+            f"subscribers is {subscribers}, expected at least 1; max_lag is {max_lag}, at least 0"
+        )
+    until = None if timeout is None else time.monotonic() + timeout
+    while True:
+        known = lags(reader, datetime.now(UTC))
+        alive = [one for one in known if one.age_s is not None and one.age_s < alive_s]
+        found = tuple(one for one in alive if one.version >= version - max_lag)
+        if len(found) >= subscribers:
+            return found
+        if until is not None and time.monotonic() >= until:
+            raise StorageError(
+                f"{len(found)} of {subscribers} subscribers came to version {version - max_lag} within {timeout} s; "
+                f"living ones are at {[one.version for one in alive]}",
+                hint="look at the subscribers that are missing or behind; weightcast status lists all",
+            )
+        time.sleep(POLL_S)

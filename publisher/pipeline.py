@@ -17,6 +17,7 @@ from weightcast.manifest.rebuild import State
 from weightcast.schemas.errors import Conflict, Corrupt, StorageError, UsageError, WeightcastError
 from weightcast.schemas.manifest import VersionManifest
 from weightcast.schemas.settings import PublisherSettings
+from weightcast.schemas.shard import Codec
 
 from .baseline import Baseline
 from .capture import Capture
@@ -67,6 +68,11 @@ class Pipeline:
         self._running = True
         thread.start()
         return thread
+
+    @property
+    def codec(self) -> Codec:
+        """What the next version is to be coded with; never `auto`."""
+        return self._uploader.choice.codec
 
     def check(self) -> None:
         """Raise what went wrong in the background since the last call, once; what is final, each time."""
@@ -123,6 +129,7 @@ class Pipeline:
             self._admit(job)
             if self._waiting is not None:
                 job.futures += self._waiting.futures
+                self._waiting.capture.rows.finish(failed=True)  # nobody wants them any more
             self._waiting = job
             self._changed.notify_all()
 
@@ -285,9 +292,20 @@ class Pipeline:
         if capture.fresh is None:
             baseline.wait_for_view(position.manifest.totals.changed)
         with baseline.gate.changing():  # and so nobody captures, and what waits stays
-            waiting = self._waiting
+            waiting = self._still_waiting()
             # A whole state that waits is told from nothing.
             follows = waiting if waiting is not None and waiting.capture.fresh is None else None
             moved = self._follower.move(baseline, capture, position, follows.capture if follows else None)
             if follows is not None and moved is not None:
                 follows.capture = moved
+
+    def _still_waiting(self) -> Job | None:
+        """The job that waits, unless its changes could not be coded: then those who wait for it are told."""
+        waiting = self._waiting
+        error = waiting.capture.rows.error if waiting is not None else None
+        if waiting is None or error is None:
+            return waiting
+        with self._changed:
+            self._waiting, self._error = None, error
+        waiting.fail(error)
+        return None

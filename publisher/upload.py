@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
-from typing import Final
 
 from weightcast.manifest.chain import Position
 from weightcast.manifest.commit import (
@@ -16,7 +14,6 @@ from weightcast.manifest.commit import (
     now,
     put_files,
     put_layout,
-    put_shard,
 )
 from weightcast.manifest.rebuild import State
 from weightcast.manifest.snapshot import ReadPiece, write_snapshot
@@ -24,7 +21,6 @@ from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.manifest import (
-    CLASS_FEATURE,
     FORMAT,
     LayoutRef,
     ObjectRef,
@@ -34,13 +30,11 @@ from weightcast.schemas.manifest import (
 )
 from weightcast.schemas.names import file_key, snapshot_folder
 from weightcast.schemas.settings import PublisherSettings
-from weightcast.schemas.shard import Row
 
 from .capture import Capture
+from .choice import CodecChoice, Cost
 from .label import Label
-
-UPLOADS_AHEAD: Final = 4
-"""Shards on their way at once: with 16 MiB each and 50 ms round trips, enough to fill 1 Gbit/s."""
+from .shards import ShardWriter
 
 
 class Uploader:
@@ -54,7 +48,10 @@ class Uploader:
         self._store = reader.store
         self._settings = settings
         self._pool = pool
+        self._shards = ShardWriter(self._store, writer.name, pool, settings.shard_bytes)
+        self.choice = CodecChoice(settings.codec, settings.threads)
         self._layouts: dict[str, LayoutRef] = {}
+        self._hint: Future[None] | None = None  # to readers that start, about the last version
 
     def prepare_delta(self, capture: Capture, parent: Position) -> VersionManifest | None:
         """Upload what `capture` finds, as it comes; the manifest that would commit it on top of `parent`.
@@ -62,25 +59,30 @@ class Uploader:
         None if the capture failed: then what was uploaded belongs to nothing, and is swept by its age.
         """
         version = parent.version + 1
-        shards, features = self._shards(version, capture.rows)
+        files = self._pool.submit(self._stored, capture.label, parent)
+        sent = self._shards.send(version, capture.rows)
         if capture.rows.failed:
             return None
-        return self._manifest(
+        changed = sum(ref.changed for ref in sent.refs)
+        cost = Cost(capture.layout.elements, changed, sent.nbytes, capture.rows.coding_s)
+        self.choice.note(capture.rows.codec, cost, sent.busy_s)
+        return self.manifest(
             capture.label,
             version=version,
             parent=parent,
-            layout=self._layout(capture.layout),
+            layout=self.layout_ref(capture.layout),
             elements=capture.layout.elements,
             dense_bytes=capture.layout.nbytes,
             digest_after=capture.after.hex,
-            shards=shards,
-            features=features,
+            shards=sent.refs,
+            features=sent.features,
+            files=files.result,
         )
 
     def prepare_empty(self, parent: Position, label: Label) -> VersionManifest:
         """The manifest of a version that changes nothing: the fence of a publisher that takes over."""
         totals = parent.manifest.totals
-        return self._manifest(
+        return self.manifest(
             label,
             version=parent.version + 1,
             parent=parent,
@@ -101,13 +103,13 @@ class Uploader:
         def read(spec: TensorSpec, begin: int, end: int) -> bytes:
             return memory.tensor(spec.name).reshape(-1)[begin:end].tobytes()
 
-        layout = self._layout(capture.layout)
+        layout = self.layout_ref(capture.layout)
         folder = snapshot_folder(version, new_token())
-        files = self._files(parent) if capture.label.files is None else capture.label.files
-        snapshot = self._write_snapshot(
+        files = self.files(parent) if capture.label.files is None else capture.label.files
+        snapshot = self.write_snapshot(
             folder, version, capture.layout, layout, capture.after.hex, read, files
         )
-        return self._manifest(
+        return self.manifest(
             capture.label,
             version=version,
             parent=parent,
@@ -123,17 +125,17 @@ class Uploader:
         """Write a snapshot of a committed version beside the chain."""
         manifest = state.position.manifest
         folder = snapshot_folder(manifest.version)
-        files = self._files(state.position)
-        return self._write_snapshot(
+        files = self.files(state.position)
+        return self.write_snapshot(
             folder, manifest.version, state.layout, manifest.layout, manifest.digest_after, read, files
         )
 
-    def _files(self, position: Position | None) -> dict[str, bytes]:
+    def files(self, position: Position | None) -> dict[str, bytes]:
         """The companion files of a version."""
         listed = self.reader.files(position.manifest.files).files if position else []
         return {f.name: self._store.fetch(file_key(f.sha256), size=f.size, sha256=f.sha256) for f in listed}
 
-    def _write_snapshot(
+    def write_snapshot(
         self,
         folder: str,
         version: int,
@@ -143,6 +145,7 @@ class Uploader:
         read: ReadPiece,
         files: Mapping[str, bytes],
     ) -> ObjectRef:
+        """Write a snapshot; `read` gives its tensors' bits, `ref` and `digest` are what its manifest names."""
         return write_snapshot(
             self._store,
             folder,
@@ -157,41 +160,13 @@ class Uploader:
             max_file_bytes=self._settings.snapshot_file_bytes,
         )
 
-    def _shards(self, version: int, rows: Iterable[Row]) -> tuple[list[ShardRef], list[str]]:
-        """Upload rows in shards of about `shard_bytes`, a few at a time; and the features that a reader needs."""
-        refs: list[ShardRef] = []
-        features: set[str] = set()
-        flying: deque[Future[ShardRef]] = deque()
-        batch: list[Row] = []
-        part = nbytes = 0
-        try:
-            for row in rows:
-                batch.append(row)
-                if row.coding == "class":
-                    features.add(CLASS_FEATURE)
-                nbytes += row.nbytes
-                if nbytes >= self._settings.shard_bytes:
-                    flying.append(self._put(version, part, batch))
-                    part, nbytes, batch = part + 1, 0, []
-                    if len(flying) >= UPLOADS_AHEAD:
-                        refs.append(flying.popleft().result())
-            if batch:
-                flying.append(self._put(version, part, batch))
-            refs += [f.result() for f in flying]
-        finally:
-            for future in flying:
-                future.cancel()
-        return refs, sorted(features)
-
-    def _put(self, version: int, part: int, rows: list[Row]) -> Future[ShardRef]:
-        return self._pool.submit(put_shard, self._store, version, self.writer.name, part, rows)
-
-    def _layout(self, layout: Layout) -> LayoutRef:
+    def layout_ref(self, layout: Layout) -> LayoutRef:
+        """Store a layout, if it is not the last one that was, and name it."""
         if layout.sha256 not in self._layouts:
             self._layouts = {layout.sha256: put_layout(self._store, layout)}
         return self._layouts[layout.sha256]
 
-    def _manifest(
+    def manifest(
         self,
         label: Label,
         *,
@@ -204,12 +179,9 @@ class Uploader:
         shards: list[ShardRef],
         features: list[str] | None = None,
         snapshot: ObjectRef | None = None,
+        files: Callable[[], ObjectRef | None] | None = None,
     ) -> VersionManifest:
-        files = (
-            put_files(self._store, label.files, parent.manifest.files if parent else None)
-            if label.files is not None
-            else (parent.manifest.files if parent else None)
-        )
+        """The manifest of a version; stores the label's files, unless `files` says where they are stored already."""
         return VersionManifest(
             format=FORMAT,
             features=features or [],
@@ -222,7 +194,7 @@ class Uploader:
             digest_before=parent.manifest.digest_after if parent else None,
             digest_after=digest_after,
             shards=shards,
-            files=files,
+            files=files() if files else self._stored(label, parent),
             totals=Totals(
                 elements=elements,
                 changed=sum(s.changed for s in shards),
@@ -237,13 +209,20 @@ class Uploader:
             metadata=dict(label.metadata),
         )
 
+    def _stored(self, label: Label, parent: Position | None) -> ObjectRef | None:
+        """The list of a version's companion files, stored if they changed."""
+        before = parent.manifest.files if parent else None
+        return before if label.files is None else put_files(self._store, label.files, before)
+
     def commit(self, manifest: VersionManifest) -> Position:
-        """Create the version.
+        """Create the version. Nobody waits for the hint to readers that start, which follows it.
 
         Raises:
             Conflict: another writer committed it.
             StorageError: the outcome is unknown; calling again with the same manifest finds out.
         """
         position = commit(self._store, manifest)
-        hint_head(self._store, position.version)
+        if self._hint is not None:
+            self._hint.result()  # so that an old one is not written over a new one
+        self._hint = self._pool.submit(hint_head, self._store, position.version)
         return position

@@ -108,6 +108,7 @@ def fetch_snapshot(
     reader: StreamReader,
     target: Target,
     pool: Executor,
+    requests: Executor,
     head: int,
     *,
     newer_than: int | None,
@@ -119,7 +120,8 @@ def fetch_snapshot(
     From the newest one `head` needs the fewest deltas. What a try before this one left in the target's folder is used.
 
     Args:
-        reader, target, pool: from where, to what, with what.
+        reader, target: from where, to what.
+        pool, requests: what proves and what downloads.
         head: newest version of interest.
         newer_than: what the target holds, if it does.
         companions: called before the target is changed, once it is sure to which version.
@@ -131,7 +133,7 @@ def fetch_snapshot(
         UsageError: the target cannot take it; it was not touched.
     """
     with _workdir(target) as folder:
-        position, layout, paths = _download_newest(reader, target, pool, head, newer_than, folder)
+        position, layout, paths = _download_newest(reader, target, pool, requests, head, newer_than, folder)
         companions(position)
         with touching():
             target.load(layout, paths, position)
@@ -139,7 +141,13 @@ def fetch_snapshot(
 
 
 def _download_newest(
-    reader: StreamReader, target: Target, pool: Executor, head: int, newer_than: int | None, folder: Path
+    reader: StreamReader,
+    target: Target,
+    pool: Executor,
+    requests: Executor,
+    head: int,
+    newer_than: int | None,
+    folder: Path,
 ) -> tuple[Position, Layout, list[Path]]:
     damaged: dict[str, WeightcastError] = {}
     while choices := snapshot_choices(reader, head, limit=1, avoid=damaged):
@@ -152,7 +160,7 @@ def _download_newest(
             layout = reader.layout(position.manifest.layout)
             target.check(layout)
             _make_room(folder, snapshot)
-            paths = fetch_weights(reader, snapshot, folder, pool)
+            paths = fetch_weights(reader, snapshot, folder, requests)
             _prove(Geometry(layout), paths, position, pool)
             return position, layout, paths
         except (Corrupt, NotFound) as error:

@@ -1,4 +1,4 @@
-"""Telling the store which version is held, so that pruning spares what follows. Advisory: failing does no harm."""
+"""Telling the store which version is held: pruning spares what follows, and trainers see who lags. Advisory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class Lease:
-    """One subscriber's lease, renewed every `lease_s` seconds. A failure is told once, and tried again when due."""
+    """One subscriber's lease, renewed with each version and every `lease_s` seconds.
+
+    A failure does no harm: it is told once, and tried again when due.
+    """
 
     def __init__(self, store: Store, settings: SubscriberSettings) -> None:
         self._store = store
@@ -25,14 +28,16 @@ class Lease:
         self._every_s = settings.lease_s
         self._id = uuid.uuid4().hex
         self._renewed: float | None = None
+        self._version: int | None = None  # in the store
         self._failed = False
 
     def renew(self, version: int, *, force: bool = False) -> None:
-        """Say that `version` is held, if it is time to."""
+        """Say that `version` is held, if that is news or it is time to."""
         due = self._renewed is None or time.monotonic() - self._renewed >= self._every_s
-        if not self._enabled or not (due or force):
+        news = version != self._version
+        if not self._enabled or not (due or news or force):
             return
-        self._renewed = time.monotonic()
+        self._renewed, self._version = time.monotonic(), version
         try:
             lease = Reader(reader=self._id, version=version, time=now())
             self._store.put(f"{READERS_PREFIX}{self._id}.json", lease.encode())

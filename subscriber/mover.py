@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -11,13 +12,14 @@ from typing import Final
 
 from weightcast.codec import Geometry, Memory
 from weightcast.manifest.chain import Position
-from weightcast.manifest.deltas import DeltaFetcher
+from weightcast.manifest.fetch import DeltaFetcher
 from weightcast.manifest.rebuild import snapshot_choices, usable_deltas
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import Corrupt, Gap, NotFound, StorageError, UsageError
 from weightcast.schemas.names import file_key
 from weightcast.schemas.settings import SubscriberSettings
 
+from .ahead import Ahead
 from .attach import fetch_snapshot
 from .progress import Progress
 from .stage import stage, stage_relaid
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 _WIDEN: Final = 2  # manifests asked for at once grow by this factor while a reader catches up
 _MAX_WIDTH: Final = 32  # up to this many
 _MAX_AHEAD: Final = 256  # manifests read before they are applied
-_SNAPSHOT_FROM: Final = 8  # versions of lag from which looking for a snapshot is worth a listing
+_FLOOR_FROM: Final = 8  # versions of lag from which some may be pruned: then the floor is read
 
 
 class Mover:
@@ -37,6 +39,7 @@ class Mover:
     Attributes:
         reader: the stream.
         attached: whether the target is known to hold what the progress says: proved, and not failed to change since.
+        found_at: when the newest version known was found, by the monotonic clock.
     """
 
     def __init__(
@@ -44,27 +47,41 @@ class Mover:
         reader: StreamReader,
         target: Target,
         pool: Executor,
+        requests: Executor,
         settings: SubscriberSettings,
         progress: Progress,
     ) -> None:
         self.reader = reader
         self.attached = False
+        self.found_at = time.monotonic()
         self._target = target
         self._pool = pool
         self._settings = settings
         self._progress = progress
-        self._fetcher = DeltaFetcher(reader.store, pool, settings.fetch_bytes)
+        self._requests = requests
+        self._fetcher = DeltaFetcher(reader.store, requests, settings.fetch_bytes, settings.connections)
+        self._lagging = True  # whether there may be more than the next version
+        self._ahead = Ahead(reader.store, self._fetcher, pool, requests, settings.fold_bytes)
         self._geometry: Geometry | None = None
         self._bad: dict[int, int] = {}  # failures by version
 
     def attach(self, position: Position) -> None:
         """The target was proved to hold `position`."""
-        self.attached = True
+        self.attached = self._lagging = True
+        self._forget()
         self._arrive(position)
+
+    @property
+    def expecting_since(self) -> float:
+        """When a shard of the next version last appeared, by the monotonic clock; with cut-through alone."""
+        return self._ahead.news_at
 
     def advance(self, at: Position, *, thorough: bool) -> bool:
         """One step forward from `at`, if there is one. `thorough`: look for newer ones behind a missing next one."""
-        run = self._read_ahead(at)
+        run = self._read_ahead(at, _MAX_AHEAD if thorough or self._lagging else 1)
+        self.found_at = time.monotonic()
+        self._lagging = bool(run)  # the next poll tells
+        self._look_ahead(at, run)
         head = run[-1].version if run else at.version
         if len(run) >= _MAX_AHEAD or (not run and thorough):
             head = max(head, self.reader.head() or head)
@@ -74,18 +91,24 @@ class Mover:
         self._move(at, run, head)
         return True
 
+    def _forget(self) -> None:
+        """Forget what was fetched and decoded ahead."""
+        self._ahead.drop()
+        self._fetcher.drop()
+
     def jump(self, head: int) -> None:
         """Start again from the newest usable snapshot up to `head`.
 
         Raises:
             Gap: there is none that is newer than what the target holds.
         """
-        self._fetcher.drop()
+        self._forget()
         at = self._progress.at
         position = fetch_snapshot(
             self.reader,
             self._target,
             self._pool,
+            self._requests,
             head,
             newer_than=at.version if at else None,
             companions=self._companions,
@@ -93,26 +116,43 @@ class Mover:
         )
         self._arrive(position)
 
-    def _read_ahead(self, at: Position) -> list[Position]:
-        """The versions after `at`, as far as they exist: one request if there is none."""
+    def _read_ahead(self, at: Position, most: int) -> list[Position]:
+        """The versions after `at`, as far as they exist: one request if there is none.
+
+        A reader that is not known to lag takes the next one alone, and asks for more once that is applied.
+        """
+        if self._settings.cut_through:
+            self._ahead.ask(at.version + 1)
         chain = self.reader.chain(at)
         run: list[Position] = []
         width = 1
-        while len(run) < _MAX_AHEAD:
+        while len(run) < most:
             first = at.version + 1 + len(run)
-            for data in list(self._pool.map(self.reader.manifest_bytes, range(first, first + width))):
+            for data in self._manifests(range(first, first + width)):
                 if data is None:
                     return run
                 run.append(chain.extend(data))
             width = min(width * _WIDEN, _MAX_WIDTH)
         return run
 
+    def _look_ahead(self, at: Position, run: Sequence[Position]) -> None:
+        """With cut-through: go on with what is not committed yet, or see what of it is."""
+        if run:
+            self._fetcher.settle(run[0].manifest)
+        elif self._settings.cut_through:
+            self._ahead.take(lambda: self._base(at))
+
+    def _manifests(self, versions: range) -> list[bytes | None]:
+        if len(versions) == 1:
+            return [self.reader.manifest_bytes(versions[0])]
+        return list(self._requests.map(self.reader.manifest_bytes, versions))
+
     def _move(self, at: Position, run: Sequence[Position], head: int) -> None:
         """Go from `at` towards `head`, by the deltas of `run` or by a snapshot, whichever costs less."""
-        far = len(run) >= _SNAPSHOT_FROM
+        far = len(run) >= _FLOOR_FROM
         usable = usable_deltas(run, self.reader.floor() if far or not run else 0)
         ready = list(itertools.takewhile(lambda p: p.version in usable, run))
-        if len(ready) < len(run) or not run or (far and self._snapshot_pays(at, usable, head)):
+        if len(ready) < len(run) or not run or self._snapshot_pays(at, usable, head):
             try:
                 self.jump(head)
                 return
@@ -123,7 +163,12 @@ class Mover:
         self._apply_or_jump(at, ready, head)
 
     def _snapshot_pays(self, at: Position, usable: dict[int, int], head: int) -> bool:
-        """Whether a snapshot has fewer bytes than the deltas to its version, as far as they are known."""
+        """Whether a snapshot has fewer bytes than the deltas to its version, as far as they are known.
+
+        A snapshot is about as large as the model: where the deltas are smaller none is looked for.
+        """
+        if sum(usable.values()) < at.manifest.totals.dense_bytes:
+            return False
         choices = [c for c in snapshot_choices(self.reader, head, limit=1) if c.version > at.version]
         return any(c.bytes < sum(n for v, n in usable.items() if v <= c.version) for c in choices)
 
@@ -135,7 +180,7 @@ class Mover:
         try:
             self._apply(at, run)
         except (Corrupt, NotFound) as error:
-            self._fetcher.drop()
+            self._forget()
             failed = at.version + 1
             self._bad[failed] = self._bad.get(failed, 0) + 1
             pruned = isinstance(error, NotFound) and self.reader.floor() >= failed
@@ -180,7 +225,16 @@ class Mover:
         geometry, base = self._base(at)
         together = list(itertools.takewhile(lambda p: p.manifest.layout == at.manifest.layout, run))
         if together:
-            staged = stage(geometry, base, at, together, self._fetcher, self._pool, self._settings.fold_bytes)
+            staged = stage(
+                geometry,
+                base,
+                at,
+                together,
+                self._fetcher,
+                self._pool,
+                self._settings.fold_bytes,
+                self._ahead.known,
+            )
             self._companions(staged.position)
             with self._touching():
                 if staged.changes:
@@ -202,6 +256,7 @@ class Mover:
     def _touching(self) -> Iterator[None]:
         """While the target is changed: if that fails, what it holds must be proved again before it is built on."""
         self.attached = False
+        self._ahead.drop()
         try:
             yield
         except (StorageError, UsageError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from weightcast.codec import Changes, Geometry, Memory
 from weightcast.manifest.chain import Position
-from weightcast.manifest.deltas import DeltaFetcher, changed_positions, collect, fold
+from weightcast.manifest.deltas import changed_positions, collect, fold
+from weightcast.manifest.fetch import DeltaFetcher
 from weightcast.manifest.rebuild import digest_of, retained, under_layout
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, NotFound, StorageError
@@ -18,6 +19,8 @@ from weightcast.schemas.layout import Layout
 from weightcast.schemas.shard import Row
 
 from .target import Base
+
+Known = Callable[[Row], tuple[Changes, Digest] | None]
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ def stage(
     fetcher: DeltaFetcher,
     pool: Executor,
     max_bytes: int,
+    known: Known = lambda _: None,
 ) -> Staged:
     """Decode the versions of `run`, which follow `at` and share its layout, until `max_bytes` of changes are folded.
 
@@ -44,6 +48,7 @@ def stage(
         geometry: of that layout.
         base: bits that were proved to be version `at`; only read.
         at, run: where the base is, and the versions after it; at least one is staged.
+        known: what a row of the first version does to the base, if that was decoded ahead.
 
     Raises:
         NotFound: a shard of the first version is gone. A failure at a later version only ends the run before it.
@@ -53,10 +58,15 @@ def stage(
     folded: dict[str, Changes] = {}
     done = 0
     for number, position in enumerate(run):
-        if number + 1 < len(run):
-            fetcher.prefetch(run[number + 1].manifest)
+        # In this order: shards of the next version are not in the way of this one's.
+        for wanted in run[number : number + 2]:
+            fetcher.prefetch(wanted.manifest)
         try:
-            changes, moved = _collect(geometry, fetcher.rows(position.manifest), base, pool, folded)
+            rows = fetcher.rows(position.manifest)
+            if done or not isinstance(base, Memory):
+                changes, moved = _collect(geometry, rows, base, pool, folded)
+            else:
+                changes, moved = collect(geometry, rows, base, pool, {}, known)
             _prove(position, at.digest + moved)
         except (NotFound, Corrupt, StorageError):
             if not done:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Final, Self
 
@@ -21,6 +22,7 @@ from .attach import attach
 from .lease import Lease
 from .mover import Mover
 from .progress import Progress, Status
+from .rhythm import Rhythm, backoff_s, soon_s, spread_s
 from .target import Target, mark_of
 
 log = logging.getLogger(__name__)
@@ -28,8 +30,9 @@ log = logging.getLogger(__name__)
 _LOOK_AROUND: Final = (
     30  # polls without news after which it is checked that the next version is not just missing
 )
-_MAX_BACKOFF_S: Final = 30.0
-_MAX_DOUBLINGS: Final = 16  # of the pause; more would only overflow
+_ON_ITS_WAY_S: Final = (
+    2.0  # after a shard appeared, its version is polled for fast for so long: a publisher may have died
+)
 _SETTLE_S: Final = (
     5.0  # a document that is not valid may still be in the writing, on file systems that show that
 )
@@ -62,9 +65,12 @@ class Subscriber:
         self.target = target
         self._store = store or open_store(root)
         self._pool = ThreadPoolExecutor(self.settings.threads, "weightcast-subscribe")
+        self._requests = ThreadPoolExecutor(self.settings.connections, "weightcast-fetch")
         self._progress = Progress(self.settings.max_lag)
         self._mover: Mover | None = None
         self._lease = Lease(self._store, self.settings)
+        self._renewal: Future[None] | None = None
+        self._rhythm = Rhythm()
         self._working = threading.RLock()
         self._closed = False
 
@@ -111,19 +117,23 @@ class Subscriber:
         """Yield each version as it is applied, until `stop` is set or the subscriber is closed.
 
         The first one yielded may be what the target held before this began. What may pass (the store is down, an object
-        is not there yet or damaged) is logged, shown in `status` and tried again, more and more slowly. Between two
-        polls at the head there is one small request.
+        is not there yet or damaged) is logged, shown in `status` and tried again, more and more slowly. A poll at the
+        head is one small request; how often it is sent follows the versions' rhythm, see `rhythm`.
 
         Raises:
             Untrusted, UsageError: this will not pass; the target stays at a whole version.
         """
         stop = stop or threading.Event()
-        failures = idle = 0
-        failing_since = time.monotonic()
+        failures, idle = 0, _LOOK_AROUND  # the first poll looks around
+        failing_since, looked = time.monotonic(), -math.inf
         told: Position | None = None
         while not stop.is_set() and not self._closed:
+            began = time.monotonic()
+            around = idle >= _LOOK_AROUND and began - looked >= _LOOK_AROUND * self.settings.poll_s
+            if around:
+                idle, looked = 0, began
             try:
-                moved = self._advance(thorough=failures > 0 or idle % _LOOK_AROUND == _LOOK_AROUND - 1)
+                moved = self._advance(thorough=failures > 0 or around)
             except WeightcastError as error:
                 failing_since = failing_since if failures else time.monotonic()
                 self._note(error, time.monotonic() - failing_since)
@@ -134,13 +144,13 @@ class Subscriber:
                 if news or not moved:  # proving the same version again is no success
                     failures = 0
             at = self._progress.at
-            if at is not None:
-                self._lease.renew(at.version)
             if at is not None and at != told:
                 told = at
                 yield at
+            if at is not None:  # only now: who is told may yet have to load it
+                self._renew(at.version)
             if not moved:
-                self._sleep(stop, self._pause(failures))
+                self._sleep(stop, self._pause(failures, time.monotonic() - began))
 
     def wait_for(self, version: int, timeout: float | None = None) -> int:
         """Wait until `version` or a later one is applied (by `follow` in another thread), and return which.
@@ -156,7 +166,8 @@ class Subscriber:
         self._closed = True
         with self._working:
             self._progress.ended(UsageError("the subscriber was closed"))
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            for pool in (self._requests, self._pool):
+                pool.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:
         return self
@@ -186,11 +197,14 @@ class Subscriber:
                     if mark is None:
                         self._progress.torn()  # it had one: what it holds now is anybody's guess
                     return self._attach(mover)
-                return mover.advance(at, thorough=thorough)
+                moved = mover.advance(at, thorough=thorough)
+                if self._progress.head is not None:
+                    self._rhythm.found(self._progress.head, mover.found_at)
+                return moved
 
     def _open(self) -> Mover:
         reader = StreamReader.open(self._store)
-        self._mover = Mover(reader, self.target, self._pool, self.settings, self._progress)
+        self._mover = Mover(reader, self.target, self._pool, self._requests, self.settings, self._progress)
         return self._mover
 
     def _attach(self, mover: Mover) -> bool:
@@ -225,18 +239,17 @@ class Subscriber:
         ):
             pass
 
-    def _pause(self, failures: int) -> float:
-        """Seconds to the next poll, spread so that many subscribers do not poll at the same instant."""
-        return pause_s(self.settings.poll_s, failures, random.random())
+    def _pause(self, failures: int, poll_took_s: float) -> float:
+        """Seconds to the next poll."""
+        poll_s = self.settings.poll_s
+        if failures:
+            return spread_s(backoff_s(poll_s, failures), random.random())
+        now = time.monotonic()
+        if self._mover is not None and now - self._mover.expecting_since < _ON_ITS_WAY_S:
+            return spread_s(soon_s(poll_s, poll_took_s), random.random())
+        return spread_s(self._rhythm.pause_s(poll_s, now, poll_took_s), random.random())
 
-
-def pause_s(poll_s: float, failures: int, chance: float) -> float:
-    """Seconds between two polls: `poll_s`, doubled with each failure up to a limit, spread by a third.
-
-    Args:
-        poll_s: the setting.
-        failures: failed attempts in a row.
-        chance: a number in [0, 1).
-    """
-    base = min(poll_s * (1 << min(failures, _MAX_DOUBLINGS)), max(_MAX_BACKOFF_S, poll_s))
-    return base * (2 + 2 * chance) / 3
+    def _renew(self, version: int) -> None:
+        """Renew the lease while versions are waited for: its request keeps nobody up."""
+        if self._renewal is None or self._renewal.done():
+            self._renewal = self._requests.submit(self._lease.renew, version)

@@ -125,6 +125,13 @@ class FaultStore:
         self._meet("fetch", key, True)
         return data
 
+    def fetch_part(self, key: str, *, start: int, stop: int) -> bytes:
+        """See `Store`."""
+        self._meet("fetch_part", key, False)
+        data = self.inner.fetch_part(key, start=start, stop=stop)
+        self._meet("fetch_part", key, True)
+        return data
+
     def download(self, key: str, path: Path, *, size: int, sha256: str) -> None:
         """See `Store`."""
         self._meet("download", key, False)

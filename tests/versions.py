@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightcast.manifest.deltas import DeltaFetcher
+from weightcast.manifest.fetch import DeltaFetcher
 from weightcast.manifest.rebuild import State, advance, load_snapshot, rebuild
 from weightcast.manifest.store import Store
 from weightcast.manifest.stream import StreamReader

@@ -64,6 +64,16 @@ class Store(Protocol):
             Corrupt: size or SHA-256 differ, twice.
         """
 
+    def fetch_part(self, key: str, *, start: int, stop: int) -> bytes:
+        """The bytes from `start` to `stop` of an immutable object, whose hash the caller has yet to check.
+
+        Lost connections are resumed. `start` must be less than `stop`.
+
+        Raises:
+            NotFound: it is not there.
+            Corrupt: it is shorter, or the store sends something else than was asked for.
+        """
+
     def download(self, key: str, path: Path, *, size: int, sha256: str) -> None:
         """Like `fetch`, into a file: a temporary one beside `path`, synced, then renamed. `path` is whole or
         untouched.

@@ -47,9 +47,9 @@ class Backend(Protocol):
     def classify(self, error: Exception) -> Failure:
         """Judge one of `errors`."""
 
-    def read(self, path: str, start: int) -> Generator[bytes]:
-        """The object's bytes from `start` on, in pieces of at most a few MiB. Closing the iterator ends the
-        request.
+    def read(self, path: str, start: int, stop: int | None = None) -> Generator[bytes]:
+        """The object's bytes from `start` on, up to `stop` if it is given, in pieces of at most a few MiB.
+        Closing the iterator ends the request. A store that ignores `stop` gives more.
         """
 
     def write(self, path: str, data: bytes) -> None:

@@ -91,13 +91,14 @@ class GenericBackend:
                 return Failure(Kind.DAMAGED, type(error).__name__)
         return classify(error)
 
-    def read(self, path: str, start: int) -> Generator[bytes]:
+    def read(self, path: str, start: int, stop: int | None = None) -> Generator[bytes]:
         """Ranges, one after the other, until one comes back short. An object must not be overwritten
         meanwhile.
         """
-        while True:
+        while stop is None or start < stop:
+            end = start + RANGE_BYTES if stop is None else min(start + RANGE_BYTES, stop)
             try:
-                piece: bytes = self.fs.cat_file(path, start=start, end=start + RANGE_BYTES)
+                piece: bytes = self.fs.cat_file(path, start=start, end=end)
             except self.errors as error:
                 answer = http_answer(error)
                 if answer is None or answer.status != 416:
@@ -105,7 +106,7 @@ class GenericBackend:
                 return  # the range begins at the object's end
             if piece:
                 yield piece
-            if len(piece) < RANGE_BYTES:
+            if len(piece) < end - start:
                 return
             start += len(piece)
 

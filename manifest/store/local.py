@@ -114,12 +114,13 @@ class LocalBackend:
         """By errno."""
         return classify(error)
 
-    def read(self, path: str, start: int) -> Generator[bytes]:
+    def read(self, path: str, start: int, stop: int | None = None) -> Generator[bytes]:
         """Through one open file: a file that is replaced meanwhile is read to its old end."""
         with open(path, "rb") as file:
             file.seek(start)
-            while piece := file.read(PIECE_BYTES):
+            while piece := file.read(PIECE_BYTES if stop is None else min(PIECE_BYTES, stop - start)):
                 yield piece
+                start += len(piece)
 
     def write(self, path: str, data: bytes) -> None:
         """Temporary file, fsync, rename, fsync of the folder."""

@@ -21,7 +21,7 @@ from .backend import Backend, Upload
 from .create import Creator
 from .errors import HINT_DAMAGED, Redactor
 from .probe import probe_store
-from .read import FileSink, MemorySink, receive
+from .read import FileSink, MemorySink, receive, receive_part
 from .retry import Retrier
 from .types import Entry, Pacing, ProbeResult, StoreSettings
 from .url import Location
@@ -96,6 +96,10 @@ class FsspecStore:
         sink = MemorySink()
         receive(self._retrier, self._name(key), self._path(key), size=size, sha256=sha256, sink=sink)
         return sink.value()
+
+    def fetch_part(self, key: str, *, start: int, stop: int) -> bytes:
+        """See `Store.fetch_part`."""
+        return receive_part(self._retrier, self._name(key), self._path(key), start, stop)
 
     def download(self, key: str, path: Path, *, size: int, sha256: str) -> None:
         """See `Store.download`."""

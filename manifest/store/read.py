@@ -113,6 +113,28 @@ def receive(retrier: Retrier, name: str, path: str, *, size: int, sha256: str, s
             )
 
 
+def receive_part(retrier: Retrier, name: str, path: str, start: int, stop: int) -> bytes:
+    """The bytes from `start` to `stop` of an object, unchecked but for their number.
+
+    Raises:
+        NotFound, StorageError: as `receive`.
+        Corrupt: the object is shorter, or the store sends another part of it.
+    """
+    pieces, got = [], 0
+    try:
+        with closing(_pieces(retrier, name, path, start, stop)) as stream:
+            for piece in stream:
+                pieces.append(piece)
+                got += len(piece)
+                if got > stop - start:
+                    break
+    except _Damaged as damaged:
+        raise Corrupt(f"{name}: cannot read bytes {start} to {stop}: {damaged.found}") from damaged
+    if got != stop - start:
+        raise Corrupt(f"{name}: expected {stop - start} bytes from {start} on, found {got}")
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
 def _differs(retrier: Retrier, name: str, path: str, size: int, sha256: str, sink: Sink) -> str:
     """One transfer from the first byte: "" if it is right, else what was found."""
     sink.reset()
@@ -140,12 +162,14 @@ class _Damaged(Exception):
         self.found = found
 
 
-def _pieces(retrier: Retrier, name: str, path: str) -> Generator[bytes]:
+def _pieces(
+    retrier: Retrier, name: str, path: str, start: int = 0, stop: int | None = None
+) -> Generator[bytes]:
     """The object's bytes. A lost connection is taken up again at the byte where it broke."""
-    budget, got, done = retrier.budget(), 0, False
+    budget, got, done = retrier.budget(), start, False
     while not done:
         backend = retrier.backend()
-        with closing(backend.read(path, got)) as stream:
+        with closing(backend.read(path, got, stop)) as stream:
             while True:
                 try:
                     piece = next(stream, b"")
@@ -162,3 +186,5 @@ def _pieces(retrier: Retrier, name: str, path: str) -> Generator[bytes]:
                 got += len(piece)
                 budget.progress()
                 yield piece
+                if got == stop:
+                    return

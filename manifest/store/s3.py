@@ -35,6 +35,10 @@ from .url import Location
 SINGLE_PUT_BYTES: Final = 5 << 30
 """Largest body of one PUT."""
 
+KEEP_ALIVE_S: Final = 60.0
+"""A connection is kept for so long after its last request: a new one costs a round trip, or three with TLS, and
+starts slowly. The client's own 12 s are less than many training steps take."""
+
 _LOST = (BotoConnectionError, HTTPClientError, IncompleteReadError, ResponseParserError, aiohttp.ClientError)
 _CREDENTIALS = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError, TokenRetrievalError)
 
@@ -46,6 +50,7 @@ def s3_filesystem(location: Location, settings: StoreSettings) -> s3fs.S3FileSys
         "connect_timeout": settings.connect_timeout_s,
         "read_timeout": settings.read_timeout_s,
         "max_pool_connections": 64,
+        "connector_args": {"keepalive_timeout": KEEP_ALIVE_S},
     }
     if settings.checksum == "when_required":
         config["request_checksum_calculation"] = "when_required"
@@ -173,9 +178,9 @@ class S3Backend:
             return Failure(Kind.TRANSIENT, type(error).__name__)
         return classify(error)
 
-    def read(self, path: str, start: int) -> Generator[bytes]:
+    def read(self, path: str, start: int, stop: int | None = None) -> Generator[bytes]:
         """One GET, streamed; the client checks length and, for a whole object, the stored checksum."""
-        body, piece = sync(self.fs.loop, self._open, path, start)
+        body, piece = sync(self.fs.loop, self._open, path, start, stop)
         try:
             while piece:
                 yield piece
@@ -185,9 +190,10 @@ class S3Backend:
         finally:
             sync(self.fs.loop, self._close, body)
 
-    async def _open(self, path: str, start: int) -> tuple[Any, bytes]:
+    async def _open(self, path: str, start: int, stop: int | None) -> tuple[Any, bytes]:
         bucket, key, _ = self.fs.split_path(path)
-        extra = {"Range": f"bytes={start}-"} if start else {}
+        last = "" if stop is None else stop - 1
+        extra = {"Range": f"bytes={start}-{last}"} if start or stop is not None else {}
         answer = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, **extra)
         body = answer["Body"]
         try:

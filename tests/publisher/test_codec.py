@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -19,9 +18,8 @@ from ..versions import assert_version, chain_of, copy_of, rows_of
 At = Callable[..., Publisher]
 
 
-@pytest.mark.parametrize("codec", ["class", "auto"])
-def test_by_class(store: FaultStore, publisher_at: At, codec: Any) -> None:
-    publisher, model = publisher_at(codec=codec), weights()
+def test_by_class(store: FaultStore, publisher_at: At) -> None:
+    publisher, model = publisher_at(codec="class"), weights()
     assert publisher.publish(model).wait().features == []
     for version in (1, 2, 3):
         model = trained(model, version)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import subprocess
 import sys
 import threading
@@ -21,7 +20,6 @@ from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import Corrupt, Gap, NotFound, StorageError, Untrusted, UsageError
 from weightcast.schemas.names import version_key
 from weightcast.subscriber import CheckpointFolder, Subscriber, Tensors
-from weightcast.subscriber.subscriber import pause_s
 
 from ..faultstore import FaultStore, Hold, refuse
 from .conftest import Trainer
@@ -173,16 +171,18 @@ def test_b123_after_so_many_tries_a_bad_delta_is_passed_by_a_snapshot(
     subscriber = subscriber_at(store, Tensors(live), tries=3)
     sharded.publish(model_of(0))
     subscriber.once()
+    model = model_of(0)
     for version in (1, 2):
-        sharded.publish(model_of(version))
+        model = stir(model, version, 0.1)  # few changes: a snapshot is not taken for its bytes
+        sharded.publish(model)
         if version == full:
             sharded.publisher.snapshot()
     if damage == "hash":
         overwrite(store, shard_keys(store, 1)[0], flip(50))
     else:  # a delta that was bad before it was hashed
-        from weightcast.manifest import deltas
+        from weightcast.manifest import fetch
 
-        decode = deltas.decode_shard
+        decode = fetch.decode_shard
 
         def bad(data: bytes, where: str) -> Any:
             rows = decode(data, where)
@@ -196,10 +196,10 @@ def test_b123_after_so_many_tries_a_bad_delta_is_passed_by_a_snapshot(
                 )
             return rows
 
-        monkeypatch.setattr(deltas, "decode_shard", bad)
+        monkeypatch.setattr(fetch, "decode_shard", bad)
     with caplog.at_level(logging.WARNING):
         assert subscriber.once().version == 2
-    assert bits(live) == bits(model_of(2))
+    assert bits(live) == bits(model)
     assert sum("not moving on" in r.message for r in caplog.records) == 2
     assert "looking for a snapshot past it" in caplog.text
 
@@ -313,12 +313,12 @@ def test_b111_without_a_snapshot_the_gap_is_named_and_the_weights_stay(
 def test_b116_a_version_is_pruned_while_it_is_fetched(
     store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt, tmp_path: Path
 ) -> None:
-    subscriber = subscriber_at(store, CheckpointFolder(tmp_path), threads=1)
-    sharded.publish(model_of(0))
+    subscriber = subscriber_at(store, CheckpointFolder(tmp_path), threads=1, connections=1)
+    models = [{**model_of(0), **{f"more.{name}": tensor for name, tensor in model_of(1).items()}}]
+    sharded.publish(models[0])
     subscriber.once()
-    models = [model_of(0)]
     for version in range(1, 5):
-        models.append(stir(models[-1], version, 0.9))
+        models.append(stir(models[-1], version, 0.1))
         sharded.publish(models[-1])
         if version == 3:
             sharded.publisher.snapshot()
@@ -466,18 +466,6 @@ def test_b152_an_idle_poll_is_one_request_and_no_listing(
     assert [key for kind, key in store.calls if kind != "get"] == []
     assert store.keys("get").count(version_key(50)) >= 100
     assert len(store.calls) <= 100 + 4 * 3  # every 30th looks at the hint as well
-
-
-def test_b153_pauses_are_spread_and_grow() -> None:
-    chances = [i / 1000 for i in range(1000)]
-    pauses = [pause_s(10, 0, c) for c in chances]
-    assert min(pauses) == pytest.approx(20 / 3)
-    assert max(pauses) == pytest.approx(40 / 3, rel=0.01)
-    assert statistics.mean(pauses) == pytest.approx(10, rel=0.01)
-    assert pauses == sorted(pauses)
-    assert [pause_s(0.5, n, 0.5) for n in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    assert pause_s(0.5, 5000, 0.5) == 30  # hours of outage
-    assert pause_s(600, 3, 0.5) == 600
 
 
 def test_it_survives_an_outage_and_says_so(store: FaultStore, sharded: Trainer, following: Any) -> None:
