@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -19,6 +19,8 @@ from .errors import NotFound, UsageError
 from .shard import Codec
 
 MIB = 1 << 20
+
+DetectorKind = Literal["snapshot", "cast", "adamw"]
 
 
 class PublisherSettings(BaseSettings):
@@ -40,13 +42,17 @@ class PublisherSettings(BaseSettings):
     level: int = Field(default=1, ge=1, le=19, description="Zstandard level")
     codec: Codec = Field(
         default="gap",
-        description="gap; class: also positions by old exponents, smaller, but engines need a mirror; auto: class",
+        description="gap; class: also positions by old exponents, smaller, but engines need a mirror; "
+        "auto: either, by the speed of the link",
     )
     row_elements: int = Field(
         default=1 << 21, ge=1 << 16, le=1 << 24, description="elements a row of a delta covers at most"
     )
     shard_bytes: int = Field(
-        default=16 * MIB, ge=1 << 16, le=512 * MIB, description="encoded bytes after which a shard is closed"
+        default=8 * MIB,
+        ge=1 << 16,
+        le=512 * MIB,
+        description="encoded bytes after which a shard is closed; the first ones are smaller",
     )
     max_pending_bytes: int = Field(
         default=256 * MIB, ge=MIB, description="encoded changes held before publish() waits for the store"
@@ -61,6 +67,10 @@ class PublisherSettings(BaseSettings):
     )
     baseline: Path | None = Field(
         default=None, description="file that keeps the baseline between runs; default: in memory"
+    )
+    detector: DetectorKind = Field(
+        default="snapshot",
+        description="snapshot: a copy of the last version; cast, adamw: none, where `Publisher.watch` can do without",
     )
     single_writer: bool = Field(default=False, description="accept a store without create-only writes")
     cast: dict[str, str] = Field(
@@ -83,7 +93,14 @@ class SubscriberSettings(BaseSettings):
         default=0.5,
         gt=0,
         le=3600,
-        description="seconds between two polls while nothing is new, spread by a third",
+        description="seconds between two polls at most; less where a version is due; spread by a third",
+    )
+    connections: int = Field(
+        default=16, ge=1, le=64, description="requests to the store at once; large shards come in parts"
+    )
+    cut_through: bool = Field(
+        default=False,
+        description="fetch shards before their version is committed; each poll then lists them, too",
     )
     fetch_bytes: int = Field(
         default=128 * MIB, ge=MIB, description="bytes of shards held while they are fetched ahead"

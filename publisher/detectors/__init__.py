@@ -1,0 +1,1 @@
+"""Finding what changed without a copy of what was there before."""
