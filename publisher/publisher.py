@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self, SupportsIndex
 
+import torch
+
 from weightcast.manifest.chain import Position
 from weightcast.manifest.commit import Writer, create_stream
 from weightcast.manifest.store import Store, open_store
@@ -20,12 +22,15 @@ from weightcast.schemas.errors import (
 )
 from weightcast.schemas.settings import PublisherSettings
 
+from .audience import Audience
 from .baseline import Baseline
-from .capture import Capture, DeltaCapture, capture_fresh
-from .job import Job, PendingVersion
+from .detectors.detection import Detection
+from .detectors.detector import Detector, Named
+from .job import PendingVersion
 from .label import Label
 from .pipeline import Pipeline
 from .resume import Keeper, load_baseline, newest_snapshot
+from .rounds import Rounds, Source
 from .sources import Casts, Item, Tensors, items
 from .upload import Uploader
 from .workers import Workers
@@ -35,7 +40,7 @@ _FENCE_TRIES: Final = (
 )
 
 
-class Publisher:
+class Publisher(Audience):
     """Publishes a policy's weights to one stream. Close it, or use it as a context manager.
 
     Opening an existing stream proves the head's state (from the kept baseline or the store) and commits an empty
@@ -70,9 +75,10 @@ class Publisher:
         self._transfer = Workers(8, "weightcast-upload")
         self._writer = Writer.fresh(self.settings.writer)
         self._keeper = Keeper(self.settings.baseline)
+        self.detection = Detection.of(self.settings, self._store, self._compute)
         self._publishing = threading.Lock()
         self._pipeline: Pipeline | None = None
-        self._dropped: set[str] = set()  # names that a version which is not committed no longer has
+        self._rounds = Rounds(self.settings, self._compute, self.detection)
         self._closed = False
         self._pid = os.getpid()
         try:
@@ -154,66 +160,44 @@ class Publisher:
         label = Label.of(step, metadata, files)
         baseline = self._pipeline.baseline if self._pipeline else None
         known = baseline.layout.stored_by_name if baseline else {}
-        return self._publish(items(tensors, self._casts, known), label, drop, reset)
+
+        def again() -> Iterable[Item]:
+            return items(tensors, self._casts, known)
+
+        return self._publish(
+            Source(again(), again if isinstance(tensors, Mapping) else None), label, drop, reset
+        )
 
     def publish_items(
         self, found: Iterable[Item], label: Label, *, drop: Collection[str] = (), reset: bool = False
     ) -> PendingVersion:
         """`publish` for tensors that are bits already, such as those of a checkpoint folder."""
-        return self._publish(found, label, drop, reset)
+        return self._publish(Source(found), label, drop, reset)
 
-    def _publish(
-        self, found: Iterable[Item], label: Label, drop: Collection[str], reset: bool
-    ) -> PendingVersion:
+    @property
+    def detector(self) -> Detector | None:
+        """What finds changes without a copy; None with the default settings, which keep one."""
+        return self.detection.detector if self.detection is not None else None
+
+    def watch(self, optimizer: torch.optim.Optimizer | None, tensors: Named) -> None:
+        """Have the detector watch `tensors`, which `optimizer` steps: see `Detector.watch`. Nothing without a detector.
+
+        Call it before the first step, and before another hook of the optimizer that publishes is registered.
+
+        Raises:
+            UsageError: there is nothing to watch.
+        """
+        if self.detection is not None:
+            self.detection.watch(optimizer, tensors)
+
+    def _publish(self, source: Source, label: Label, drop: Collection[str], reset: bool) -> PendingVersion:
         self._check_usable()
         with self._publishing:
             pipeline = self._pipeline
             if pipeline is None:
                 reader = create_stream(self._store, single_writer=self.settings.single_writer)
                 pipeline = self._start(reader)
-            if pipeline.baseline is None or reset:
-                # A delta can only be told from a state that is committed, so a first version is waited for.
-                pipeline.wait_idle()
-            pipeline.check()
-            if pipeline.baseline is None or reset:
-                job = Job(capture_fresh(found, label, self._compute))
-                pipeline.queue(job)
-                return PendingVersion(job.futures[0], pipeline.told)
-            return self._publish_delta(pipeline, pipeline.baseline, found, label, drop)
-
-    def _publish_delta(
-        self,
-        pipeline: Pipeline,
-        baseline: Baseline,
-        found: Iterable[Item],
-        label: Label,
-        drop: Collection[str],
-    ) -> PendingVersion:
-        drop = self._dropped.union(drop)
-        if drop or baseline.position.manifest.totals.bytes > self.settings.max_pending_bytes // 2:
-            pipeline.wait_idle()
-            pipeline.check()
-        job = Job(Capture(label))
-        future = job.futures[0]
-        with baseline.gate.reading():
-            active = pipeline.offer(job)
-            try:
-                DeltaCapture(
-                    job.capture,
-                    baseline.state,
-                    self._compute,
-                    row_elements=self.settings.row_elements,
-                    level=self.settings.level,
-                    codec=self.settings.codec,
-                ).run(found, drop)
-            except BaseException:
-                job.capture.rows.finish(failed=True)  # or the pipeline would wait for its rows
-                raise
-            layout = job.capture.layout
-            self._dropped = {name for name in drop if name in baseline.layout and name not in layout}
-            if not active:
-                pipeline.queue(job)
-        return PendingVersion(future, pipeline.told)
+            return self._rounds.publish(pipeline, source, label, drop, reset)
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until everything published is settled; False if time ran out."""
@@ -251,6 +235,8 @@ class Publisher:
             self._stop()
 
     def _stop(self) -> None:
+        if self.detection is not None:
+            self.detection.close()
         if self._pipeline is not None:
             self._pipeline.stop()
         self._compute.shutdown(wait=False)

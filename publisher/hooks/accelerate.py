@@ -1,39 +1,46 @@
-"""accelerate, with one process, DDP or FSDP2: the main process publishes.
-
-What FSDP2 sharded is made whole tensor by tensor, on all ranks: weights pass between the ranks, and no rank ever holds
-more than one whole tensor beside its shards.
-"""
+"""accelerate, with one process, DDP or FSDP2: each rank publishes its own slices; no weights pass between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, SupportsIndex
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from weightcast.publisher.group import GroupPublisher
 from weightcast.publisher.job import PendingVersion
 from weightcast.publisher.publisher import Publisher
+from weightcast.schemas.errors import UsageError
 from weightcast.schemas.settings import PublisherSettings
 
-from .outlet import Outlet, drained, walk
+from .outlet import Outlet
 from .whole import check_whole
 
 
 class AcceleratePublisher:
-    """Publishes a model that an `Accelerator` prepared. Close it.
+    """Publishes a model that an `Accelerator` prepared. All ranks make it, use it and close it alike.
 
     Args:
         accelerator: the `accelerate.Accelerator`.
-        stream: URL or path of the stream, or an open publisher, which stays the caller's.
-        settings: how to publish; from the environment and defaults if not given.
+        stream: URL or path of the stream; or an open publisher, which stays the caller's: a `Publisher` where there is
+            one process, a `GroupPublisher` where there are several.
+        settings: how to publish; from the environment and defaults if not given. Not for an open publisher.
     """
 
     def __init__(
-        self, accelerator: Any, stream: str | Publisher, settings: PublisherSettings | None = None
+        self,
+        accelerator: Any,
+        stream: str | Publisher | GroupPublisher,
+        settings: PublisherSettings | None = None,
     ) -> None:
         self._accelerator = accelerator
-        self._outlet = Outlet(stream, settings)
+        self._settings = settings
+        self._stream = stream
+        self._group = stream if isinstance(stream, GroupPublisher) else None
+        self._outlet = None if isinstance(stream, GroupPublisher) else Outlet(stream, settings)
+        self._last: PendingVersion | None = None
 
     def publish(
         self,
@@ -41,39 +48,40 @@ class AcceleratePublisher:
         *,
         step: SupportsIndex | None = None,
         metadata: Mapping[str, Any] | None = None,
-    ) -> PendingVersion | None:
-        """Publish `model`. To be called by all ranks; None in those that do not publish.
+    ) -> PendingVersion:
+        """Publish `model`. To be called by all ranks; the version ends in the same way on all of them.
 
         Raises:
             UsageError: the model is sharded otherwise than by FSDP2 (ZeRO-3, FSDP1, tensor parallel without DTensors).
-            WeightcastError: as `Publisher.publish` says; in the main process, after all ranks are through.
+            WeightcastError: as `GroupPublisher.publish`, or with one process `Publisher.publish`, says.
         """
         whole: torch.nn.Module = self._accelerator.unwrap_model(model)
-        main = bool(self._accelerator.is_main_process)
         if not any(isinstance(p, DTensor) for p in whole.parameters()):
             check_whole(whole)
-            return self._outlet.publish(whole.state_dict(), step=step, metadata=metadata) if main else None
-        pairs = gathered(whole)
-        if not main:
-            walk(pairs)
-            return None
-        with drained(pairs) as source:
-            return self._outlet.publish(source, step=step, metadata=metadata)
+        tensors = whole.state_dict()
+        if self._outlet is not None and not (dist.is_initialized() and dist.get_world_size() > 1):
+            return self._outlet.publish(tensors, step=step, metadata=metadata)
+        pending = self._opened().publish(tensors, step=step, metadata=metadata)
+        if pending is None:
+            raise UsageError("the version was skipped, although it was to wait for the one before")
+        self._last = pending
+        return pending
+
+    def _opened(self) -> GroupPublisher:
+        if self._group is None:
+            if not isinstance(self._stream, str):
+                raise UsageError(
+                    "an open Publisher is of one process, and there are several",
+                    hint="pass the stream's URL, or an open GroupPublisher, on all ranks",
+                )
+            self._group = GroupPublisher(self._stream, settings=self._settings)
+        return self._group
 
     def close(self) -> None:
-        """Wait for what is on its way, and close. To be called by any rank or all."""
-        self._outlet.close()
-
-
-def gathered(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The state dict of `model` with its DTensors made whole, one at a time: a collective each.
-
-    All ranks must go through all of it. Of a tensor that has several names only the first is given.
-    """
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        whole = tensor.detach()
-        yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
+        """Wait for what is on its way, and close. Before `accelerator.end_training()`."""
+        if self._outlet is not None:
+            self._outlet.close()
+        if self._group is not None and not isinstance(self._stream, GroupPublisher):
+            self._group.close()
+        elif self._last is not None:
+            self._last.wait()

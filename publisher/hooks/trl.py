@@ -6,7 +6,7 @@ by one and folds adapters into them; parameters that are frozen it does not send
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -26,8 +26,10 @@ class WeightTransfer:
         stream: URL or path of the stream, or an open publisher, which stays the caller's.
         step: the trainer's step, asked for at each sync, such as `lambda: trainer.state.global_step`.
         reached: called with a version that is committed; returns once the engine holds it, such as
-            `subscriber.wait_for`. Without it `resume` waits for the commit alone, and an engine may be
-            behind what TRL takes it for.
+            `subscriber.wait_for` beside an engine in this process, or `publisher.wait_for`. Without it `resume`
+            waits for the commit alone, and an engine may be behind what TRL takes it for.
+        files: makes the companion files that go with the first version, such as `transformers.companions`. Without
+            them the stream has weights alone, from which no engine can be started.
         timeout_s: for the commit.
         settings: how to publish; from the environment and defaults if not given.
     """
@@ -38,12 +40,14 @@ class WeightTransfer:
         *,
         step: Callable[[], int] | None = None,
         reached: Callable[[int], object] | None = None,
+        files: Callable[[], Mapping[str, bytes]] | None = None,
         timeout_s: float = TIMEOUT_S,
         settings: PublisherSettings | None = None,
     ) -> None:
         self._outlet = Outlet(stream, settings)
         self._step = step
         self._reached = reached
+        self._files = files
         self._timeout_s = timeout_s
 
     def init_weight_transfer(self) -> None:
@@ -56,7 +60,9 @@ class WeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish all tensors. The iterator is walked to its end even on an error, since other ranks walk it too."""
         with drained(iterator) as pairs:
-            self._outlet.publish(pairs, step=self._step() if self._step is not None else None)
+            step = self._step() if self._step is not None else None
+            self._outlet.publish(pairs, step=step, files=self._files() if self._files is not None else None)
+        self._files = None  # what a version does not name stays as it was
 
     def resume(self) -> None:
         """Wait until the version is committed, and `reached` has returned."""

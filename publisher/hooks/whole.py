@@ -7,6 +7,7 @@ from itertools import chain
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from weightcast.publisher.placement import partitioned
 from weightcast.schemas.errors import UsageError
 
 
@@ -21,7 +22,7 @@ def check_whole(model: torch.nn.Module) -> None:
         if kind:
             raise UsageError(
                 f"parameter {name!r} is {kind}, and this hook publishes models that are whole in one process",
-                hint="for DTensors use weightcast.publisher.hooks.accelerate, which makes each whole in turn; "
+                hint="for DTensors use weightcast.publisher.group.GroupPublisher, on all ranks; "
                 "otherwise publish checkpoints (weightcast publish --watch)",
             )
     ranks = getattr(model, "tp_size", None)
@@ -35,10 +36,9 @@ def check_whole(model: torch.nn.Module) -> None:
 
 def _kind(tensor: torch.Tensor) -> str:
     """What keeps a tensor from being whole, or "" if nothing does."""
-    if hasattr(tensor, "ds_id"):  # DeepSpeed's, on whatever it partitioned
-        return "partitioned by ZeRO-3"
-    if getattr(tensor, "_fsdp_flattened", False) or hasattr(tensor, "_unsharded_flat_param"):
-        return "flattened by FSDP1"
+    how = partitioned(tensor)
+    if how:
+        return how
     if bool(is_traceable_wrapper_subclass(tensor)):  # bool: nothing is known of its type then
         return f"a {type(tensor).__name__}"
     return f"on {tensor.device}" if tensor.is_meta else ""

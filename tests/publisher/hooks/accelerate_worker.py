@@ -18,20 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.faultstore import FaultStore, refuse
 from tests.publisher.hooks.kit import tiny_qwen3
-from weightcast.publisher import Publisher
+from weightcast.manifest.store import open_store
+from weightcast.publisher.group import GroupPublisher
 from weightcast.publisher.hooks.accelerate import AcceleratePublisher
-from weightcast.publisher.hooks.outlet import Outlet
-from weightcast.schemas.errors import StorageError, WeightcastError
-
-
-class Broken(Publisher):
-    """Takes two tensors, then fails."""
-
-    def publish(self, tensors: Any, **label: Any) -> Any:
-        source = iter(tensors)
-        next(source), next(source)
-        raise StorageError("the store is broken")
+from weightcast.schemas.errors import WeightcastError
 
 
 def sharded(model: Any) -> Any:
@@ -48,25 +40,28 @@ def main(mode: str, root: str, out: Path) -> None:
     model = tiny_qwen3(vocab_size=63, tie_word_embeddings=False)
     model = sharded(model) if mode.startswith("fsdp2") else accelerator.prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    publisher = AcceleratePublisher(accelerator, root)
-    versions: list[int | None] = []
+    store = FaultStore(open_store(root))
+    broken = mode == "fsdp2-broken"
+    group = GroupPublisher("", store=store) if broken else None
+    publisher = AcceleratePublisher(accelerator, group if group is not None else root)
+    versions: list[int] = []
     error = None
     for step in range(3):
         ids = torch.arange(8)[None] + accelerator.process_index
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
-        if mode == "fsdp2-broken" and step == 0 and accelerator.is_main_process:
-            publisher._outlet = Outlet(Broken(root))
+        if broken and step == 1 and not accelerator.is_main_process:
+            store.on("put", "data/*", refuse)
         try:
-            pending = publisher.publish(model, step=step)
+            versions.append(publisher.publish(model, step=step).wait().version)
         except WeightcastError as failure:
             error = str(failure)
-            publisher._outlet = Outlet(root)
-        else:
-            versions.append(pending.wait().version if pending is not None else None)
+            store.heal()
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     publisher.close()
+    if group is not None:
+        group.close()
     parts = [p.to_local().numel() / p.numel() for p in model.parameters() if isinstance(p, DTensor)]
     said = {"versions": versions, "parts": parts, "error": error}
     (out / f"{accelerator.process_index}.json").write_text(json.dumps(said))

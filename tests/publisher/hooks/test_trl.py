@@ -6,7 +6,6 @@ import itertools
 import queue
 import threading
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from torch.nn.functional import scaled_dot_product_attention
 from trl import SFTConfig, SFTTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -26,27 +24,10 @@ from weightcast.publisher.hooks.trl import WeightTransfer
 from weightcast.schemas.errors import UsageError
 from weightcast.subscriber import Subscriber, SubscriberSettings, Tensors
 
+from .attention import Attention
 from .kit import assert_same_bits, copied, followed, reader_at, tiny_qwen3, versions
 
 GENERATIONS = 2
-
-
-class Attention:
-    """FlashAttention's function for sequences of several lengths, in plain torch."""
-
-    @staticmethod
-    def flash_attn_varlen_func(
-        q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, *_: Any, softmax_scale: float, **__: Any
-    ) -> Any:
-        outputs = []
-        for (a, b), (c, d) in zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True):
-            query, key, value = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
-            seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(diagonal=(d - c) - (b - a))
-            out = scaled_dot_product_attention(
-                query, key, value, attn_mask=seen, scale=softmax_scale, enable_gqa=True
-            )
-            outputs.append(out[0].transpose(0, 1))
-        return torch.cat(outputs)
 
 
 @pytest.fixture(autouse=True)

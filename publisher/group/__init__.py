@@ -1,0 +1,7 @@
+"""Many writers of one version: every rank publishes its own slices, one commits; no weights pass between ranks."""
+
+from .group import GroupPublisher
+from .messenger import Messenger, TorchMessenger
+from .parts import PartWriter, commit_parts
+
+__all__ = ["GroupPublisher", "Messenger", "PartWriter", "TorchMessenger", "commit_parts"]

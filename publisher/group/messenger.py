@@ -1,0 +1,258 @@
+"""How the ranks of a group pass short texts: a seam of two calls, and torch.distributed's key-value store behind it.
+
+No collective is used: a collective that one rank does not join cannot be taken back, and leaves its process group of no
+use to the others. In a store a late rank finds what was decided without it.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Protocol, Self
+
+import torch.distributed as dist
+
+from weightcast.schemas.errors import StorageError, UsageError
+
+_CHUNK_BYTES: Final = 4 << 20
+"""Of a value in the store. TCPStore takes at most 8 MiB."""
+
+_MAX_TEXT_BYTES: Final = 1 << 30
+"""Of one text: what a rank says must not fill another one's memory. 4 million tensors take half of it."""
+
+_FIRST_WAIT_S: Final = 0.001
+_MAX_WAIT_S: Final = 0.02
+"""Between two looks into the store: from one round trip in a rack to what nobody notices beside an upload."""
+
+_WAIT_S_PER_RANK: Final = 0.0002
+"""Added to `_MAX_WAIT_S` by rank, so that all of them ask one store at most 5,000 times a second."""
+
+
+class Silence(StorageError):
+    """Nothing more was heard: what the others do is unknown."""
+
+
+class Messenger(Protocol):
+    """Passes texts between the ranks of a group. Used by two threads at a time, under different topics.
+
+    All ranks go through the topics of one thread in the same order. A topic is used once.
+
+    Attributes:
+        rank: this process, from 0.
+        size: how many there are.
+        timeout_s: how long `broadcast` waits; `gather` waits a fifth less, so that rank 0 can still say who is missing.
+    """
+
+    rank: int
+    size: int
+    timeout_s: float
+
+    def gather(self, topic: str, text: str) -> list[str] | None:
+        """All ranks' texts by rank, on rank 0; None elsewhere, at once.
+
+        Raises:
+            Silence: a rank did not come in time; names it. Or texts cannot be passed any more.
+        """
+        ...
+
+    def broadcast(self, topic: str, text: str | None) -> str:
+        """What rank 0 says; the others give None and wait.
+
+        Raises:
+            Silence: rank 0 did not say anything in time, or texts cannot be passed any more.
+        """
+        ...
+
+    def settled(self) -> None:
+        """Every rank has read everything that was said before the present topic: it may be forgotten."""
+        ...
+
+
+class Keys(Protocol):
+    """What is used of torch.distributed's stores."""
+
+    def set(self, key: str, value: Any, /) -> None:
+        """Write a value; text or bytes."""
+
+    def get(self, key: str, /) -> bytes:
+        """Read one that is there."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all are there."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove one."""
+
+
+class Alone:
+    """The messenger of a group of one."""
+
+    rank: int = 0
+    size: int = 1
+    timeout_s: float = 120.0
+
+    def gather(self, topic: str, text: str) -> list[str] | None:
+        """See `Messenger`."""
+        return [text]
+
+    def broadcast(self, topic: str, text: str | None) -> str:
+        """See `Messenger`."""
+        return text or ""
+
+    def settled(self) -> None:
+        """See `Messenger`."""
+
+
+class TorchMessenger:
+    """Passes texts through torch.distributed's store, whatever the backend. All ranks of `group` make it together.
+
+    Args:
+        timeout_s: how long a rank is waited for.
+        group: the ranks; None: all.
+        store: another store, with `rank` and `size`, instead of torch.distributed's.
+
+    Raises:
+        UsageError: torch.distributed is not initialised, or this process is not in `group`.
+        Silence: the store does not answer.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float = 120.0,
+        group: dist.ProcessGroup | None = None,
+        *,
+        store: Keys | None = None,
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
+        self.timeout_s = timeout_s
+        name = "all"
+        if store is None:
+            store, rank, size, name = _of_group(group)
+        if not 0 <= rank < size:
+            raise UsageError(f"this process is not one of the {size} ranks of the group (rank {rank})")
+        self.rank, self.size = rank, size
+        self._store = store
+        self._idle: list[Keys] = []
+        self._said: list[str] = []  # keys that rank 0 will delete; each list belongs to a run of topics
+        self._max_wait_s = _MAX_WAIT_S + size * _WAIT_S_PER_RANK
+        with self._connection() as connection:
+            opened = connection.add(f"weightcast/{name}/opened/{rank}", 1)
+        self._prefix = f"weightcast/{name}/{opened}"
+
+    @classmethod
+    def over(cls, store: Keys, rank: int, size: int, timeout_s: float = 120.0) -> Self:
+        """For ranks that have a store but no process group; such as threads with a `HashStore`."""
+        return cls(timeout_s, store=store, rank=rank, size=size)
+
+    def gather(self, topic: str, text: str) -> list[str] | None:
+        """See `Messenger`."""
+        if self.rank:
+            self._put(f"{topic}/{self.rank}", text)
+            return None
+        others = [f"{topic}/{rank}" for rank in range(1, self.size)]
+        missing = self._wait(others, 0.8 * self.timeout_s)
+        if missing:
+            ranks = ", ".join(key.rpartition("/")[2] for key in missing[:10])
+            raise Silence(
+                f"rank {ranks} of {self.size} did not come to {topic} within {0.8 * self.timeout_s:g} s",
+                hint="it is dead, or slower than the timeout allows, or it does not publish as often as the others",
+            )
+        return [text, *(self._get(key) for key in others)]
+
+    def broadcast(self, topic: str, text: str | None) -> str:
+        """See `Messenger`."""
+        if self.rank == 0:
+            self._put(topic, text or "")
+            return text or ""
+        if self._wait([topic], self.timeout_s):
+            raise Silence(
+                f"rank 0 of {self.size} did not decide about {topic} within {self.timeout_s:g} s",
+                hint="it is dead, or slower than the timeout allows",
+            )
+        return self._get(topic)
+
+    def settled(self) -> None:
+        """See `Messenger`. Rank 0 deletes."""
+        said, self._said = self._said, []
+        with self._connection() as connection:
+            for key in said:
+                connection.delete_key(key)
+
+    def _put(self, topic: str, text: str) -> None:
+        data = zlib.compress(text.encode(), 1)
+        chunks = [data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES)]
+        with self._connection() as connection:
+            for number, chunk in enumerate(chunks[1:], 1):
+                connection.set(f"{self._prefix}/{topic}#{number}", chunk)
+            connection.set(f"{self._prefix}/{topic}", f"{len(chunks)} {len(data)} ".encode() + chunks[0])
+        if not self.rank:
+            self._said += self._keys(topic, len(chunks))
+
+    def _get(self, topic: str) -> str:
+        """The text at a key that is there."""
+        with self._connection() as connection:
+            count, _, rest = connection.get(f"{self._prefix}/{topic}").partition(b" ")
+            _, _, data = rest.partition(b" ")
+            for number in range(1, int(count)):
+                data += connection.get(f"{self._prefix}/{topic}#{number}")
+        if not self.rank:
+            self._said += self._keys(topic, int(count))
+        text = zlib.decompressobj().decompress(data, _MAX_TEXT_BYTES)
+        return text.decode()
+
+    def _keys(self, topic: str, count: int) -> list[str]:
+        return [f"{self._prefix}/{topic}", *(f"{self._prefix}/{topic}#{n}" for n in range(1, count))]
+
+    def _wait(self, topics: list[str], timeout_s: float) -> list[str]:
+        """Wait until all are there; those that are not, after the timeout."""
+        missing, wait_s, end = list(topics), _FIRST_WAIT_S, time.monotonic() + timeout_s
+        while True:
+            with self._connection() as connection:
+                while missing and connection.check([f"{self._prefix}/{missing[-1]}"]):
+                    missing.pop()
+                if missing and time.monotonic() > end:
+                    return [t for t in missing if not connection.check([f"{self._prefix}/{t}"])]
+            if not missing:
+                return []
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, self._max_wait_s)
+
+    @contextmanager
+    def _connection(self) -> Iterator[Keys]:
+        """A connection of one's own, where torch can make one; requests are short, so a shared one does as well."""
+        try:
+            connection = self._idle.pop() if self._idle else _clone(self._store)
+        except RuntimeError as error:
+            raise _gone(error) from error
+        try:
+            yield connection
+        except RuntimeError as error:  # torch's own errors about its store are such; ours are not
+            raise _gone(error) from error
+        self._idle.append(connection)
+
+
+def _clone(store: Keys) -> Keys:
+    clone = getattr(store, "clone", None)  # from torch 2.8 on
+    return store if clone is None else clone()
+
+
+def _gone(error: RuntimeError) -> Silence:
+    return Silence(
+        f"torch.distributed's store does not answer: {str(error).splitlines()[0]}",
+        hint="the process that keeps it (rank 0, or the launcher) has ended",
+    )
+
+
+def _of_group(group: dist.ProcessGroup | None) -> tuple[Keys, int, int, str]:
+    """Store, rank, size and name of a process group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError("torch.distributed is not initialised", hint="call init_process_group() first")
+    store = dist.distributed_c10d._get_default_store()
+    name = "all" if group is None else str(group.group_name)
+    return store, dist.get_rank(group), dist.get_world_size(group), name
