@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from .report import counts_table, phases_table, race_table
+from weightcast.schemas.errors import WeightcastError
 
-
-def part(module: str, *arguments: str) -> Any:
-    """Run one part, and return the JSON document that it prints."""
-    command = [sys.executable, "-m", f"weightcast.benchmarks.{module}", *arguments]
-    print(f"… {module} {' '.join(arguments)}", file=sys.stderr, flush=True)
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+from .part import PARTS, Options, cores
+from .report import part_section
+from .result import Result
+from .sections import update
 
 
 def processor() -> str:
@@ -39,36 +36,110 @@ def processor() -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all parts and print the report."""
-    parser = argparse.ArgumentParser(prog="weightcast bench", description=__doc__)
-    parser.add_argument("--mib", type=int, default=512, help="size of the model in MiB of bf16")
-    parser.add_argument(
-        "--density", type=float, nargs="+", default=[0.01, 0.002], help="share of elements that change"
+def alone(name: str, options: Options) -> Result:
+    """Run a part in a process of its own.
+
+    Raises:
+        subprocess.CalledProcessError: it failed; its stderr has said why.
+    """
+    with tempfile.TemporaryDirectory(prefix="weightcast-bench-") as folder:
+        file = Path(folder) / "result.json"
+        command = [sys.executable, "-m", f"{__package__}.alone", name, options.model_dump_json(), str(file)]
+        subprocess.run(command, stdout=sys.stderr, check=True)
+        return Result.model_validate_json(file.read_bytes())
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(prog="weightcast bench", description=__doc__)
+    found.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"what to measure: {', '.join(PARTS)}; default: all"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="the best of so many counts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep all figures here")
-    options = parser.parse_args(arguments)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    densities = [str(d) for d in options.density]
-    common = ["--mib", str(options.mib), "--rounds", str(options.rounds)]
-    figures = {
+    usual = Options()
+    found.add_argument("--mib", type=int, default=usual.mib, help="size of the model in MiB of bf16")
+    found.add_argument(
+        "--density",
+        type=float,
+        nargs="+",
+        default=usual.density,
+        help="shares of elements that change in the race",
+    )
+    found.add_argument("--rounds", type=int, default=usual.rounds, help="the best of so many counts")
+    found.add_argument("--repeat", type=int, default=1, help="run each part so often, and show the spread")
+    found.add_argument("--quick", action="store_true", help="small and short: whether it works, not how fast")
+    found.add_argument(
+        "--trace", type=Path, default=usual.trace, metavar="DIR", help="where real traces are kept"
+    )
+    found.add_argument("--json", type=Path, metavar="FILE", help="keep all figures here")
+    found.add_argument(
+        "--docs",
+        type=Path,
+        nargs="?",
+        const=Path("docs/benchmarks.md"),
+        metavar="FILE",
+        help="write the tables into this document, and the plots beside it",
+    )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts and print the report."""
+    given = parser().parse_args(arguments)
+    unknown = [name for name in given.parts if name not in PARTS]
+    if unknown:
+        parser().error(f"unknown part {unknown[0]}; parts are {', '.join(PARTS)}")
+    options = Options(
+        quick=given.quick,
+        mib=given.mib,
+        density=tuple(given.density),
+        rounds=given.rounds,
+        trace=given.trace,
+    )
+    head = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{processor()}, {cores} cores",
-        "race": part("race", *common, "--threads", str(cores), "--density", *densities),
-        "phases": [part("phases", *common, "--density", density) for density in densities],
-        "counts": part("counts"),
+        "machine": f"{processor()}, {cores()} cores",
     }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    print(f"{figures['time']}, {figures['machine']}\n")
-    for tables in (
-        race_table(figures["race"]),
-        phases_table(figures["phases"]),
-        counts_table(figures["counts"]),
-    ):
-        print(tables)
+    print(f"{head['time']}, {head['machine']}\n", flush=True)
+    results: dict[str, list[Result]] = {}
+    failed = False
+    for name in [name for name in PARTS if name in given.parts] or PARTS:
+        try:
+            runs = results[name] = _repeat(name, options, given.repeat)
+        except subprocess.CalledProcessError as error:
+            print(f"{name} failed ({error.returncode}); the other parts go on", file=sys.stderr)
+            failed = True
+            continue
+        print(f"## {name}\n\n{part_section(runs)}", flush=True)
+        _keep(given.json, head | {"parts": {k: [r.model_dump() for r in v] for k, v in results.items()}})
+    code = _document(given.docs, results) if given.docs else 0
+    return code or int(failed)
+
+
+def _repeat(name: str, options: Options, times: int) -> list[Result]:
+    runs = []
+    for turn in range(times):
+        print(f"… {name}, run {turn + 1} of {times}", file=sys.stderr, flush=True)
+        runs.append(alone(name, options))
+    return runs
+
+
+def _keep(file: Path | None, figures: object) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def _document(document: Path, results: dict[str, list[Result]]) -> int:
+    ran = {name: runs for name, runs in results.items() if not runs[-1].skipped}
+    try:
+        update(
+            document,
+            {name: part_section(runs, plots=True) for name, runs in ran.items()},
+            [plot for runs in ran.values() for plot in runs[-1].plots],
+        )
+    except WeightcastError as error:
+        print(f"{error.message}; {error.hint}", file=sys.stderr)
+        return error.exit_code
     return 0
 
 

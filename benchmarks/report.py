@@ -1,11 +1,14 @@
-"""Measured figures as Markdown tables. Pure."""
+"""Results as Markdown. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from statistics import median
 
-from .race import CONTESTANTS
+from .result import Ratio, Result, Table
+
+PLOTS = "plots"
+"""Folder of the plots, beside the document."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -14,88 +17,72 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows), ""])
 
 
-def race_table(races: Sequence[dict[str, Any]]) -> str:
-    """The codec and its yardsticks: speed as a share of the scan, and bits on the wire for each change."""
-    parts = []
-    for race in races:
-        seconds, bits = race["seconds"], race["bits_per_change"]
-        read = 2 * race["mib"] * (1 << 20)
-        rows = [
+def part_section(results: Sequence[Result], *, plots: bool = False) -> str:
+    """One part that ran once or more: ratios of all runs, and tables of the last.
+
+    `plots`: with links to pictures, as files of `PLOTS`.
+    """
+    last = results[-1]
+    if last.skipped:
+        return f"*{last.part}* was skipped: {last.skipped}\n"
+    blocks = [_table(found) for found in last.tables]
+    if plots:
+        blocks += [f"![{plot.title}]({PLOTS}/{plot.name}.svg)\n" for plot in last.plots]
+    if last.ratios:
+        blocks.append(ratio_table(results))
+    blocks.append(f"({_took(results)})\n")
+    return "\n".join(blocks)
+
+
+def ratio_table(results: Sequence[Result]) -> str:
+    """Each ratio with its bar; the median and the spread if there were several runs."""
+    head = ["ratio", "here", *(["spread"] if len(results) > 1 else []), "bar", "reached"]
+    rows = []
+    for ratio in results[-1].ratios:
+        values = [same.value for result in results for same in result.ratios if same.name == ratio.name]
+        middle = median(values)
+        spread = f"{number(min(values))}–{number(max(values))}"
+        rows.append(
             [
-                title,
-                f"{1e3 * seconds[name]:.1f}",
-                f"{read / seconds[name] / 1e9:.1f}",
-                f"{100 * seconds['scan'] / seconds[name]:.0f} %",
-                f"{seconds['xor_zstd'] / seconds[name]:.1f} ×",
-                f"{bits[name]:.2f}" if name in bits else "",
+                ratio.name,
+                f"{number(middle)} {ratio.unit}",
+                *([spread] if len(results) > 1 else []),
+                _bar(ratio),
+                {True: "yes", False: "no", None: ""}[ratio.reached(middle)],
             ]
-            for name, title in CONTESTANTS.items()
-        ]
-        parts.append(
-            f"### {race['mib']} MiB of bf16, {100 * race['density']:.2f} % changed, {race['threads']} threads\n"
         )
-        parts.append(
-            table(
-                ["what", "ms", "GB/s of both arrays", "of scan", "against XOR + zstd-1", "bits a change"],
-                rows,
-            )
-        )
-        parts.append(
-            "Planes: " + ", ".join(f"{n} {b:.2f}" for n, b in race["planes"].items()) + " bits a change.\n"
-        )
-    return "\n".join(parts)
+    return table(head, rows)
 
 
-def phases_table(phases: Sequence[dict[str, float]]) -> str:
-    """A publish and an apply, phase by phase."""
-    rows = [
-        [
-            f"{100 * p['density']:.2f} %",
-            f"{1e3 * p['stall_s']:.0f}",
-            f"{p['stall_over_copy']:.2f} ×",
-            f"{1e3 * p['commit_s']:.0f}",
-            f"{1e3 * p['apply_s']:.0f}",
-            f"{p['bits_per_change']:.2f}",
-            f"{p['dense_over_wire']:.0f} ×",
-            f"{p['publish_extra_mib']:.0f}",
-            f"{p['apply_extra_mib']:.0f}",
-        ]
-        for p in phases
-    ]
-    head = [
-        "changed",
-        "stall of the publishing thread, ms",
-        "stall against a plain copy",
-        "publish to commit, ms",
-        "apply, ms",
-        "bits a change on the wire",
-        "less than dense",
-        "publisher's memory beyond the baseline, MiB",
-        "subscriber's beyond the tensors, MiB",
-    ]
-    return f"### Publish and apply through a local store, {phases[0]['mib']:.0f} MiB of bf16\n\n{table(head, rows)}"
+def number(value: float) -> str:
+    """Three digits or so."""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3g}"
 
 
-def counts_table(counts: Sequence[dict[str, float]]) -> str:
-    """The same bytes in few and in many tensors."""
-    few = counts[0]
-    rows = [
-        [
-            f"{c['tensors']:,}",
-            *(f"{1e3 * c[f'{phase}_s']:.0f}" for phase in ("publish", "tensors", "folder")),
-            f"{c['publish_s'] + c['tensors_s'] - few['publish_s'] - few['tensors_s']:.2f}",
-            f"{c['manifest_bytes']:,}",
-            f"{c['wire_bytes']:,}",
-        ]
-        for c in counts
-    ]
-    head = [
-        "tensors",
-        "publish, ms",
-        "apply to tensors, ms",
-        "apply to a folder, ms",
-        "publish + apply beyond the first row, s",
-        "manifest, bytes",
-        "shards, bytes",
-    ]
-    return f"### 6.4 million bf16 elements, 1 % changed\n\n{table(head, rows)}"
+def milliseconds(seconds: float) -> str:
+    """For tables."""
+    return number(1e3 * seconds)
+
+
+def percent(share: float) -> str:
+    """For tables."""
+    return f"{number(100 * share)} %"
+
+
+def _bar(ratio: Ratio) -> str:
+    if ratio.bar is None:
+        return ""
+    return f"{'≤' if ratio.at_most else '≥'} {number(ratio.bar)} {ratio.unit}"
+
+
+def _table(found: Table) -> str:
+    note = f"\n{found.note}\n" if found.note else ""
+    return f"**{found.title}**\n\n{table(found.head, found.rows)}{note}"
+
+
+def _took(results: Sequence[Result]) -> str:
+    seconds = sum(result.seconds for result in results)
+    runs = "one run" if len(results) == 1 else f"{len(results)} runs"
+    return f"{results[-1].time[:16].replace('T', ' ')} UTC, {runs}, {seconds:.0f} s"

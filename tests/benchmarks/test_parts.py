@@ -1,0 +1,160 @@
+"""Each part of the benchmark runs, quickly, in a process of its own, and what it finds can be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from weightcast.benchmarks.part import PARTS, Options, find_part
+from weightcast.benchmarks.result import Result
+
+FIGURES: Final = {
+    "race": "races",
+    "trace": "rates",
+    "phases": "phases",
+    "training": "sizes",
+    "catchup": "catchup",
+    "stores": "stores",
+    "link": "links",
+    "scale": "elements",
+    "soak": "versions",
+}
+
+
+def run(name: str, folder: Path, **options: Any) -> Result:
+    """The part alone. Threads of one kind: those of torch wait by spinning, which a busy machine does not forgive."""
+    file = folder / "result.json"
+    given = Options(quick=True, trace=folder / "trace", **options)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "weightcast.benchmarks.alone",
+        name,
+        given.model_dump_json(),
+        str(file),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = Result.model_validate_json(file.read_bytes())
+    assert (found.part, found.skipped) == (name, "")
+    assert found.tables
+    assert all(len(row) == len(table.head) for table in found.tables for row in table.rows)
+    assert FIGURES[name] in found.figures
+    return found
+
+
+def test_every_part_has_a_module_and_a_test() -> None:
+    assert set(FIGURES) == set(PARTS)
+    for name in PARTS:
+        part = find_part(name)
+        assert callable(part.run)
+        assert (part.__doc__ or "").strip()
+
+
+@pytest.mark.timeout(400)  # a busy machine
+def test_race(tmp_path: Path) -> None:
+    """In a race all contestants are exact, or it stops; what is known of their sizes holds."""
+    found = run("race", tmp_path, density=(0.02, 0.1))
+    for race, density in zip(found.figures["races"], (0.02, 0.1), strict=True):
+        assert race["density"] == pytest.approx(density, rel=0.2)
+        bits = race["bits_per_change"]
+        assert bits["class"] < bits["gap"] < bits["gap_xor"] < bits["xor_zstd"] < bits["index_value"]
+        assert bits["copy"] == pytest.approx(16 / race["density"])
+        assert sum(race["planes"]["gap"].values()) < bits["gap"]
+        assert set(race["seconds"]) == set(race["titles"])
+
+
+@pytest.mark.timeout(400)  # a busy machine
+def test_trace(tmp_path: Path) -> None:
+    """Two steps of the really trained model."""
+    (rate,) = run("trace", tmp_path).figures["rates"]
+    assert [step["step"] for step in rate["steps"]] == [1, 2]
+    for step in rate["steps"]:
+        assert 0.01 < step["density"] < 0.1
+        assert step["bits"]["class"] < step["bits"]["gap"] < step["bits"]["gap_xor"]
+        assert step["bits"]["gap planes"] < step["bits"]["gap"]
+    assert rate["race"]["elements"] == 22_713_216
+
+
+@pytest.mark.timeout(400)  # a busy machine
+def test_phases(tmp_path: Path) -> None:
+    for phases in run("phases", tmp_path, rounds=1).figures["phases"]:
+        assert phases["density"] == pytest.approx(0.01 if phases["density"] > 0.005 else 0.002, rel=0.3)
+        assert 0 < phases["stall_s"] <= phases["commit_s"]
+        assert phases["wire_bytes"] < phases["mib"] * (1 << 20) / 5
+
+
+@pytest.mark.timeout(400)  # a busy machine
+def test_training(tmp_path: Path) -> None:
+    found = run("training", tmp_path)
+    (size,) = found.figures["sizes"]
+    assert len(size["slower_percent_each"]) == 2
+    expected = sorted(size["slower_percent_each"])
+    assert size["slower_percent"] == pytest.approx(sum(expected) / 2)
+    assert found.ratios[0].value == size["slower_percent"]
+
+
+@pytest.mark.timeout(400)  # a busy machine
+def test_catchup(tmp_path: Path) -> None:
+    """All ways lead to the same bits, or it stops; a chain's bytes are its deltas' and their manifests'."""
+    found = {(f["behind"], f["way"]): f for f in run("catchup", tmp_path).figures["catchup"]}
+    assert set(found) == {(k, way) for k in (1, 4) for way in ("chain", "fold", "own")} | {(4, "cold")}
+    for (behind, way), figures in found.items():
+        manifests = 2000 * (behind + 2)
+        assert figures["least_bytes"] <= figures["bytes"] <= figures["least_bytes"] + manifests + 5000, (
+            behind,
+            way,
+        )
+    assert found[4, "cold"]["least_bytes"] == 2 * (1 << 17)
+
+
+@pytest.mark.timeout(400)  # a busy machine
+def test_stores(tmp_path: Path) -> None:
+    stores = run("stores", tmp_path).figures["stores"]
+    assert [s["store"] for s in stores] == ["local folder", "memory", "S3 on loopback"]
+    assert all(value > 0 for s in stores for key, value in s.items() if key != "store")
+
+
+@pytest.mark.timeout(400)  # a busy machine
+def test_link(tmp_path: Path) -> None:
+    """Nothing is faster than light: 60 ms there and back, 1 Gbit/s."""
+    (link,) = run("link", tmp_path, mib=8).figures["links"]
+    assert (link["gbit_s"], link["round_trip_s"]) == (1.0, 0.06)
+    assert len(link["all_s"]) == 2
+    assert min(link["all_s"]) > 0.055
+    assert link["dense_gbit_s"] < 1.02
+    assert link["bound_s"] == pytest.approx(0.12 + link["bytes"] * 8e-9)
+    assert link["over_bound"] == pytest.approx(link["arrived_s"] / link["bound_s"])
+
+
+@pytest.mark.timeout(400)  # a busy machine
+def test_scale(tmp_path: Path) -> None:
+    figures = run("scale", tmp_path).figures
+    assert [f["elements"] for f in figures["elements"]] == [1 << 19, 1 << 20]
+    assert [f["tensors"] for f in figures["tensors"]] == [10, 100]
+    assert [f["subscribers"] for f in figures["subscribers"]] == [1, 2]
+    assert all(0 < f["first_s"] <= f["last_s"] for f in figures["subscribers"])
+
+
+@pytest.mark.timeout(400)  # a busy machine
+def test_soak(tmp_path: Path) -> None:
+    figures = run("soak", tmp_path).figures
+    assert figures["versions"] == [2, 4, 6, 8, 10]
+    assert list(figures["memory"]) == ["publisher", "subscriber 1", "subscriber 2", "subscriber 3"]
+    for samples in figures["memory"].values():
+        assert len(samples) == 5
+        assert all(50 << 20 < bytes_ < 2 << 30 for bytes_ in samples)
+    assert len(figures["publish_s"]) == len(figures["apply_s"]) == 10
