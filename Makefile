@@ -9,7 +9,7 @@ PYTHON ?= python3
 WORKERS ?= 2
 ARGS ?=
 
-PACKAGES := benchmarks cli codec demo manifest publisher schemas subscriber
+PACKAGES := benchmarks cli codec demo manifest mapping publisher schemas subscriber
 MODULES := $(addprefix weightcast.,$(PACKAGES))
 # Whole paths, as the folder `demo` is not the target `demo`.
 TREES := $(addprefix $(CURDIR)/,$(PACKAGES))
@@ -26,6 +26,7 @@ VLLM_PYTHON := $(VLLM)/bin/python
 VLLM_PIP := $(VLLM_PYTHON) -m pip --disable-pip-version-check
 # A test's conftest is its own: those of tests/ need what is not there.
 VLLM_PYTEST := PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" WEIGHTCAST_TESTING_SHARED="$(CURDIR)/out/vllm-run/shared" \
+  WEIGHTCAST_TESTING_TRAINER="$(CURDIR)/$(WHEEL_PYTHON)" \
   $(VLLM_PYTHON) -P -m pytest tests/vllm --confcutdir=tests/vllm --timeout=400 -rP --durations=15
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt

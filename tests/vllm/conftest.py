@@ -52,7 +52,7 @@ class Bed:
     def __init__(self, shared: Path, own: Path, core: int) -> None:
         self._shared = shared
         self._own = own
-        self._core = core
+        self.core = core
         self._served = 0
         self.references = References(shared / "answers", core)
 
@@ -77,7 +77,7 @@ class Bed:
         folder = self._own / f"{self._served}-{spec.name}"
         feed = Feed(self.stream(spec.kind), folder / "root")
         ranks = spec.ranks * spec.replicas
-        cores = "|".join(map(str, range(ranks))) if ranks > 1 else str(self._core)
+        cores = "|".join(map(str, range(ranks))) if ranks > 1 else str(self.core)
         model = self.checkpoint(spec.kind, 0)
         server = Server(model, folder, spec.options, layout=spec.layout, threads=threads or cores, **more)
         return Live(self, spec, server, feed, folder)
@@ -151,19 +151,29 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
 
 
 @pytest.fixture(scope="session")
-def serve(bed: Bed) -> Iterator[Callable[..., Live]]:
+def running() -> Iterator[list[tuple[Spec, Live]]]:
+    """The servers of this worker that run on between tests: one at most."""
+    found: list[tuple[Spec, Live]] = []
+    yield found
+    stop_all(found)
+
+
+@pytest.fixture(scope="session")
+def serve(bed: Bed, running: list[tuple[Spec, Live]]) -> Callable[..., Live]:
     """Serves a spec on version 0. The server runs on for the next test that asks for the same, and ends before another."""
-    running: list[tuple[Spec, Live]] = []
 
     def start(spec: Spec, **more: Any) -> Live:
         if running and running[0][0] == spec and not more:
             return running[0][1]
-        while running:
-            running.pop()[1].server.stop()
+        stop_all(running)
         running.append((spec, bed.live(spec, **more)))
         running[0][1].server.wait_ready()
         return running[0][1]
 
-    yield start
-    for _, live in running:
-        live.server.stop()
+    return start
+
+
+def stop_all(running: list[tuple[Spec, Live]]) -> None:
+    """Make room for another server."""
+    while running:
+        running.pop()[1].server.stop()

@@ -114,6 +114,15 @@ def _trained(kind: Kind, folder: Path) -> Iterator[Mapping[str, Tensor]]:
         yield state
 
 
+def make_checkpoint(kind: Kind, folder: Path) -> Path:
+    """A fresh model of random bf16 weights, with its tokenizer."""
+    torch.manual_seed(7)
+    disable_progress_bar()
+    _build(kind).to(torch.bfloat16).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
 def _build(kind: Kind) -> Any:
     if kind == "moe":
         sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
