@@ -77,7 +77,7 @@ class Request:
 @click.option(
     "--codec",
     type=click.Choice(["gap", "class", "auto"]),
-    help="Codings to choose from: class is smaller, but live engines need a mirror to follow it.",
+    help="How deltas are coded: class is smaller, but live engines need a mirror to follow it; auto goes by the link.",
 )
 @click.option("--writer", metavar="NAME", help="Name of this publisher in manifests.")
 @click.option(

@@ -263,8 +263,8 @@ import weightcast.manifest.commit as commit
 def put_shard(*_):
     print("uploading", flush=True)
     time.sleep(600)
-import weightcast.publisher.upload as upload
-upload.put_shard = put_shard
+import weightcast.publisher.shards as shards
+shards.put_shard = put_shard
 main()
 """
 

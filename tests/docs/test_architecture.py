@@ -15,12 +15,13 @@ PACKAGES: Final = (
     "codec",
     "demo",
     "manifest",
+    "mapping",
     "publisher",
     "schemas",
     "subscriber",
 )
 FOLDERS: Final = (*PACKAGES, "tests", "docs", "deploy", ".ci")
-BY_FOLDER: Final = ("benchmarks", "demo", "manifest/inspect")
+BY_FOLDER: Final = ("benchmarks", "benchmarks/lab", "benchmarks/parts", "demo", "manifest/inspect")
 """Packages that architecture.md may name as a whole."""
 
 DOCUMENTS: Final = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])

@@ -13,6 +13,7 @@ from weightcast.manifest.inspect import log
 from weightcast.manifest.inspect.values import LogEntry
 from weightcast.manifest.store import open_store
 from weightcast.manifest.stream import StreamReader
+from weightcast.subscriber import Subscriber, Tensors
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
 BUCKET_ROOT: Final = "s3://bucket/runs/policy-a"
@@ -51,9 +52,24 @@ def test_integrations_carry_the_bits(
         for copy in (names["engine"].state_dict()[name], names["weights"][name]):
             assert torch.equal(tensor.view(torch.int16), copy.view(torch.int16)), name
     versions = versions_at(tmp_path / "store")
-    assert [v.step for v in versions] == [0, 1, 2, None, 3]  # None: the second publisher took over
+    assert [v.step for v in versions] == [0, 1, 2, None, 3, None]  # None: another publisher took over
     assert names["mark"].version == names["position"].version == 4
     (cast,) = versions_at(tmp_path / "store-cast")
     assert (cast.kind, cast.dense_bytes) == ("snapshot", 64 * 2 + 8)
     assert [v.tensors for v in versions_at(tmp_path / "store-drop")] == [2, 1, 2]
+    for stream in ("adamw", "masters"):
+        assert [v.kind for v in versions_at(tmp_path / f"store-{stream}")] == ["snapshot", "delta", "delta"]
+    sharded, weight = names["sharded"].state_dict(), torch.zeros(64, 64, dtype=torch.bfloat16)
+    follower = {name: torch.zeros_like(tensor) for name, tensor in sharded.items()}
+    for stream, tensors in (("group", follower), ("parts", {"weight": weight})):
+        with Subscriber(str(tmp_path / f"store-{stream}"), Tensors(tensors)) as subscriber:
+            assert subscriber.once().version == 2
+    assert torch.equal(follower["bias"].view(torch.int16), sharded["bias"].view(torch.int16))
+    assert torch.equal(weight.view(torch.int16), sharded["weight"].view(torch.int16))
+    gate, up = (torch.zeros(16, 16, dtype=torch.bfloat16) for _ in range(2))
+    with Subscriber(
+        str(tmp_path / "store-fused"), Tensors({"gate.weight": gate, "up.weight": up})
+    ) as follower:
+        assert follower.once().version == 1
+    assert torch.equal(torch.cat([gate, up]), names["fused"]["gate_up"])
     assert "tensors that are missing now: 'bias'" in capsys.readouterr().out
