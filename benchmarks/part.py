@@ -18,6 +18,8 @@ PARTS: Final = (
     "trace",
     "phases",
     "training",
+    "detectors",
+    "ranks",
     "catchup",
     "stores",
     "link",

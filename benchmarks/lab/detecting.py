@@ -1,6 +1,6 @@
 """One training run under one detector: `python -m weightcast.benchmarks.lab.detecting WAY ELEMENTS STEPS`.
 
-Prints JSON: of each version whether all changes were found and nothing else, what `publish` took, and the most memory.
+Prints JSON: whether all changes of all versions were found and nothing else, what `publish` and the steps took, memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import nullcontext
 from statistics import median
 from typing import Any, Final
 
@@ -25,11 +25,12 @@ from weightcast.manifest.fetch import DeltaFetcher
 from weightcast.manifest.store import open_store
 from weightcast.publisher import Publisher, PublisherSettings
 from weightcast.publisher.detectors.cast import Cast
+from weightcast.publisher.detectors.detector import Detector
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.manifest import VersionManifest
 from weightcast.schemas.settings import DetectorKind
 
-from .memory import resident_bytes
+from .memory import peak
 
 _KINDS: Final[dict[str, DetectorKind]] = {
     "none": "snapshot",
@@ -46,7 +47,8 @@ WAYS: Final = tuple(_KINDS)
 parameters, and with fp32 ones alone, whose step it makes in parts; `adamw` with each of torch's implementations."""
 
 _LAYER: Final = 1 << 20  # elements of a large tensor
-_WARM: Final = 3  # versions before memory is measured: the first are whole, and compile
+_WARM: Final = 3  # versions before anything is measured: the first are whole, and compile
+_PLAIN: Final = 7  # steps before there is a publisher; the first makes the optimizer's state
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "adamw foreach": {"foreach": True},
     "adamw fused": {"fused": True},
@@ -88,12 +90,15 @@ class Training:
         """What to publish."""
         return self.half or self.parameters
 
-    def step(self) -> None:
-        """New gradients, clipped, and a step."""
+    def gradients(self) -> None:
+        """New ones, clipped."""
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.normal_(0, 10 ** float(torch.empty(()).uniform_(-6, 0)))
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+
+    def step(self) -> None:
+        """A step, and the next learning rate."""
         self.optimizer.step()
         self._schedule.step()
 
@@ -130,14 +135,63 @@ class Reference:
             self.wrong += int(np.count_nonzero(mine != bits))
 
 
+class Found:
+    """Times and memory of a run, version by version; of `held` and `beyond` the most."""
+
+    def __init__(self) -> None:
+        self.steps_s: list[float] = []
+        self.returned_s: list[float] = []
+        self.committed_s: list[float] = []
+        self.extra_bytes: list[int] = []
+        self.held = self.beyond = 0
+        self.resets = 0
+
+    def holds(self, detector: Detector | None) -> None:
+        """Note what a detector keeps now, and that without the changes that it noted."""
+        if detector is not None:
+            self.held = max(self.held, detector.nbytes)
+            beyond = detector.copies.nbytes if isinstance(detector, Cast) else detector.nbytes
+            self.beyond = max(self.beyond, beyond)
+
+    def publish(self, publisher: Publisher, tensors: dict[str, Any], version: int) -> VersionManifest:
+        """Publish, and note what that took."""
+        gc.collect()
+        with peak() as memory:
+            begin = time.perf_counter()
+            pending = publisher.publish(tensors, step=version)
+            self.returned_s.append(time.perf_counter() - begin)
+            manifest = pending.wait()
+            self.committed_s.append(time.perf_counter() - begin)
+        self.extra_bytes.append(memory.extra)
+        self.resets += manifest.reset
+        if publisher.detector is None:  # its copy of the tensors
+            self.held = self.beyond = manifest.totals.dense_bytes
+        return manifest
+
+    def figures(self) -> dict[str, Any]:
+        """Medians, bests and maxima of what came after the start."""
+        publishes = {"publish": self.returned_s[_WARM:], "commit": self.committed_s[_WARM:]}
+        if not self.returned_s:
+            publishes = {}
+        times = {**publishes, "step": self.steps_s[_WARM - 1 :]}  # no step before version 0
+        return {
+            **{f"{name}_s": median(s) for name, s in times.items()},
+            **{f"best_{name}_s": min(s) for name, s in times.items()},
+            "whole_versions": self.resets,
+            "held_bytes": self.held,
+            "held_beyond_changes_bytes": self.beyond,
+            "first_publish_extra_bytes": self.extra_bytes[1] if self.extra_bytes else 0,
+            "publish_extra_bytes": max(self.extra_bytes[_WARM:], default=0),
+        }
+
+
 def measure(way: str, elements: int, steps: int) -> dict[str, Any]:
-    """Train, publish each step, and check each version."""
+    """Train without a publisher for a while, then publish each of `steps` steps (3 or more), and check each version."""
     training = Training(
         elements, _OPTIONS.get(way, {"foreach": False}), half=way in ("cast", "none with masters")
     )
-    reference = Reference(training)
-    seconds: list[float] = []
-    held = resets = 0
+    plain = [stepper(training, None)() for _ in range(_PLAIN)][1:]
+    reference, found = Reference(training), Found()
     with (
         tempfile.TemporaryDirectory(prefix="weightcast-bench-") as root,
         ThreadPoolExecutor(2) as pool,
@@ -147,45 +201,37 @@ def measure(way: str, elements: int, steps: int) -> dict[str, Any]:
     ):
         fetcher = DeltaFetcher(open_store(root), pool, 1 << 26)
         publisher.watch(None if training.half else training.optimizer, training.published)
-        train = stepper(training, publisher)
+        train = stepper(training, publisher.detector)
         for version in range(steps + 1):
             if version:
-                train()
-            if version == _WARM:
-                gc.collect()
-                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
+                found.steps_s.append(train())
+            found.holds(publisher.detector)
             manifest = None
-            held = max(held, publisher.detector.nbytes if publisher.detector else 0)
             if not way.startswith("none"):
-                begin = time.perf_counter()
-                pending = publisher.publish(training.published, step=version)
-                seconds.append(time.perf_counter() - begin)
-                manifest = pending.wait()
-                resets += manifest.reset
+                manifest = found.publish(publisher, training.published, version)
             reference.follow(manifest, fetcher, pool)
-        return {
-            "way": way,
-            "elements": sum(p.numel() for p in training.parameters.values()),
-            "steps": steps,
-            "changed": reference.changed,
-            "wrong": reference.wrong,
-            "whole_versions": resets,
-            "held_bytes": held,
-            "peak_bytes": resident_bytes("VmHWM"),
-            "publish_s": median(seconds[_WARM:]) if seconds else 0.0,
-            "best_publish_s": min(seconds[_WARM:]) if seconds else 0.0,
-        }
+    return {
+        "way": way,
+        "elements": sum(p.numel() for p in training.parameters.values()),
+        "steps": steps,
+        "changed": reference.changed,
+        "wrong": reference.wrong,
+        "plain_step_s": median(plain),
+        "best_plain_step_s": min(plain),
+        **found.figures(),
+    }
 
 
-def stepper(training: Training, publisher: Publisher) -> Callable[[], None]:
-    """One step, with the casts where there are bf16 parameters."""
-    detector = publisher.detector
+def stepper(training: Training, detector: Detector | None) -> Callable[[], float]:
+    """Makes one step, with the casts where there are bf16 parameters; tells its seconds, gradients not counted."""
 
-    def train() -> None:
+    def train() -> float:
+        training.gradients()
+        begin = time.perf_counter()
         training.step()
-        if isinstance(detector, Cast):
-            with detector.casting():
-                training.cast()
+        with detector.casting() if isinstance(detector, Cast) else nullcontext():
+            training.cast()
+        return time.perf_counter() - begin
 
     return train
 

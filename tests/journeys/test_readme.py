@@ -14,10 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from weightcast.manifest.store import open_store
+from weightcast.manifest.stream import StreamReader
+
 from ..subscriber.engines.fake_vllm import TOKEN, Engine, FakeServer
 
 README = Path(__file__).parents[2] / "README.md"
-ROOT = "s3://bucket/runs/policy-a"
+ROOTS = "s3://bucket/runs/"
+ROOT = ROOTS + "policy-a"
 
 
 def blocks(language: str) -> list[str]:
@@ -33,7 +37,10 @@ def test_python_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer's block publishes three versions; the rollout side's follows them, bit for bit."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    publish, follow = (block.replace(ROOT, str(tmp_path / "store")) for block in blocks("python"))
+    publish, group, follow = (
+        block.replace(ROOT, str(tmp_path / "store")).replace(ROOTS, f"{tmp_path}/")
+        for block in blocks("python")
+    )
     model, copy = torch.nn.Linear(64, 64, dtype=torch.bfloat16), torch.nn.Linear(64, 64, dtype=torch.bfloat16)
 
     def train_one_step(policy: torch.nn.Linear) -> None:
@@ -41,6 +48,8 @@ def test_python_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             policy.weight[0, :8] += 1
 
     exec(publish, {"model": model, "train_one_step": train_one_step})
+    exec(group, {"model": model})
+    assert StreamReader.open(open_store(str(tmp_path / "policy-b"))).head() == 0
     seen: list[int] = []
 
     def generate_rollouts(policy: torch.nn.Linear, version: int) -> None:

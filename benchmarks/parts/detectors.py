@@ -1,0 +1,126 @@
+"""What detection costs by detector: time of a publish and of a step, memory held and at the peak.
+
+Each detector is a process of its own: a training run that publishes every step (`lab/detecting.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ..lab.detecting import measure
+from ..lab.forks import in_forks
+from ..lab.memory import MIB
+from ..part import Options
+from ..report import milliseconds, number
+from ..result import Ratio, Result, Table
+
+_ELEMENTS: Final = 20 << 20
+_STEPS: Final = 12
+_LEAST_STEPS: Final = 4  # two publishes are measured
+_TITLES: Final = {
+    "snapshot": "`snapshot`",
+    "cast": "`cast` of masters",
+    "cast in parts": "`cast`, steps in parts",
+    "adamw for-loop": "`adamw`, for-loop",
+    "adamw foreach": "`adamw`, foreach",
+    "adamw fused": "`adamw`, fused",
+}
+_EXTRA_BAR_MIB: Final = 64.0
+_LEDGER_BAR_PERCENT: Final = 0.1
+"""What the ledger may take of the copy that it stands for, at learning rates up to 1e-5."""
+
+
+def run(options: Options) -> Result:
+    """One detector after the other."""
+    elements, steps = options.pick(_ELEMENTS, 1 << 18), options.pick(_STEPS, _LEAST_STEPS)
+    found = [_measure(way, elements, steps) for way in _TITLES]
+    return Result(
+        part="detectors", tables=[_table(found)], ratios=_ratios(found), figures={"detectors": found}
+    )
+
+
+def _measure(way: str, elements: int, steps: int) -> dict[str, Any]:
+    """Figures of a run in a process of its own. A run that missed a change stops the benchmark."""
+    (found,) = in_forks(measure, [(way, elements, steps)])
+    if found["wrong"]:
+        raise SystemExit(f"detector {way}: {found['wrong']} elements are not as published")
+    return found
+
+
+def _table(found: list[dict[str, Any]]) -> Table:
+    first = found[0]
+    return Table(
+        title=f"fp32 parameters under AdamW, {first['elements']:,} elements, {first['steps']} versions",
+        head=[
+            "detector",
+            "publish returns, ms",
+            "publish to commit, ms",
+            "step without a publisher, ms",
+            "step, watched, ms",
+            "held beyond the changes",
+            "memory of a publish, MiB",
+            "changes found",
+            "wrong or missed",
+            "whole versions",
+        ],
+        rows=[_row(f) for f in found],
+        note=(
+            "Best (median) of the versions after the third, and of six steps before there was a publisher; gradients "
+            "are not counted as a step, the cast into bf16 parameters is. *Memory of a publish*: the most in these "
+            "versions beyond what was resident before it. A reader applies every version, and its bits are compared "
+            "with those that were published. The first version is whole."
+        ),
+    )
+
+
+def _row(f: dict[str, Any]) -> list[str]:
+    return [
+        _TITLES[f["way"]],
+        *(_both(f, name) for name in ("publish", "commit", "plain_step", "step")),
+        _size(f["held_beyond_changes_bytes"]),
+        number(f["publish_extra_bytes"] / MIB),
+        f"{f['changed']:,}",
+        f"{f['wrong']:,}",
+        f"{f['whole_versions']:,}",
+    ]
+
+
+def _both(f: dict[str, Any], name: str) -> str:
+    return f"{milliseconds(f[f'best_{name}_s'])} ({milliseconds(f[f'{name}_s'])})"
+
+
+def _size(nbytes: int) -> str:
+    return f"{number(nbytes / MIB)} MiB" if nbytes >= MIB else f"{number(nbytes / 1024)} KiB"
+
+
+def _ratios(found: list[dict[str, Any]]) -> list[Ratio]:
+    snapshot, *others = found
+    ratios = []
+    for f in others:
+        name = _TITLES[f["way"]]
+        extra = f["held_beyond_changes_bytes"] + f["publish_extra_bytes"]
+        ratios += [
+            Ratio(
+                name=f"{name}: held beyond the changes and memory of a publish",
+                value=extra / MIB,
+                bar=_EXTRA_BAR_MIB,
+                at_most=True,
+                unit="MiB",
+            ),
+            Ratio(
+                name=f"{name}: publish to commit against `snapshot`",
+                value=f["best_commit_s"] / snapshot["best_commit_s"],
+            ),
+        ]
+        if f["way"].startswith("adamw"):
+            share = 100 * f["held_beyond_changes_bytes"] / snapshot["held_bytes"]
+            ratios.append(
+                Ratio(
+                    name=f"{name}: ledger of the copy of `snapshot`",
+                    value=share,
+                    bar=_LEDGER_BAR_PERCENT,
+                    at_most=True,
+                    unit="%",
+                )
+            )
+    return ratios
