@@ -111,6 +111,10 @@ def _ratios(found: list[dict[str, Any]]) -> list[Ratio]:
                 name=f"{name}: publish to commit against `snapshot`",
                 value=f["best_commit_s"] / snapshot["best_commit_s"],
             ),
+            Ratio(
+                name=f"{name}: a step against one without a publisher",
+                value=f["best_step_s"] / f["best_plain_step_s"],
+            ),
         ]
         if f["way"].startswith("adamw"):
             share = 100 * f["held_beyond_changes_bytes"] / snapshot["held_bytes"]

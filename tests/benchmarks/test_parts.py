@@ -18,6 +18,8 @@ FIGURES: Final = {
     "trace": "rates",
     "phases": "phases",
     "training": "sizes",
+    "detectors": "detectors",
+    "ranks": "ranks",
     "catchup": "catchup",
     "stores": "stores",
     "link": "links",
@@ -105,6 +107,39 @@ def test_training(tmp_path: Path) -> None:
     expected = sorted(size["slower_percent_each"])
     assert size["slower_percent"] == pytest.approx(sum(expected) / 2)
     assert found.ratios[0].value == size["slower_percent"]
+
+
+@pytest.mark.timeout(400)  # a busy machine
+def test_detectors(tmp_path: Path) -> None:
+    """All see the same training, so all find the same changes."""
+    snapshot, *others = run("detectors", tmp_path).figures["detectors"]
+    dense = 2 * snapshot["elements"]
+    assert snapshot["elements"] == (1 << 18) + 1024
+    assert snapshot["held_beyond_changes_bytes"] == dense
+    assert [f["way"].split()[0] for f in others] == ["cast", "cast", "adamw", "adamw", "adamw"]
+    for found in (snapshot, *others):
+        assert (found["wrong"], found["whole_versions"]) == (0, 1)
+        assert found["changed"] == pytest.approx(snapshot["changed"], rel=0.01)
+        assert 0 < found["best_publish_s"] <= found["best_commit_s"] <= found["commit_s"]
+        assert found["best_step_s"] > 0
+    assert all(found["held_beyond_changes_bytes"] < dense / 100 for found in others)
+
+
+@pytest.mark.timeout(400)  # a busy machine
+def test_ranks(tmp_path: Path) -> None:
+    """Gathering brings each rank what the others have; publishing by ranks brings none of it."""
+    found = {(f["ranks"], f["way"]): f for f in run("ranks", tmp_path).figures["ranks"]}
+    assert set(found) == {(size, way) for size in (1, 2) for way in ("own", "gather")}
+    assert found[2, "gather"]["collective_bytes"] == 1 << 20  # two ranks, half of a MiB each
+    for size in (1, 2):
+        own, gather = found[size, "own"], found[size, "gather"]
+        assert (own["collectives"], own["collective_bytes"]) == (0, 0)
+        assert 0 < own["text_bytes"] < 20_000
+        assert len(own["uploaded_bytes"]) == size
+        assert max(own["uploaded_bytes"]) < 1.25 * sum(own["uploaded_bytes"]) / size
+        assert gather["uploaded_bytes"][1:] == [0] * (size - 1)
+        assert sum(own["uploaded_bytes"]) < 2 * gather["uploaded_bytes"][0]
+        assert 0 < own["best_publish_s"] <= own["best_commit_s"]
 
 
 @pytest.mark.timeout(400)  # a busy machine
