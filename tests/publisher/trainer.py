@@ -82,9 +82,12 @@ def kill_at(url: str, point: str) -> None:
     elif point in ("P5", "P6"):
         store.on("create", "versions/*", die, after=True)
     elif point == "P7":
-        while b'"version":2' not in store.get("head.json", max_bytes=1 << 16).replace(b" ", b""):
-            time.sleep(0.01)  # the hint of the version before is written in the background
-        store.on("put", "head.json", die, after=True)
+        # Written in the background: that of the version before may come as late as this.
+        def die_if_new(key: str) -> None:
+            if json.loads(store.inner.get(key, max_bytes=1 << 16))["version"] == 3:
+                die(key)
+
+        store.on("put", "head.json", die_if_new, after=True)
     publish(publisher, 3)
     die("")  # P8: everything has moved on
 
