@@ -20,13 +20,22 @@ REFUSED = [
 ]
 
 
+def answers_as_fresh(live: Live) -> bool:
+    """Whether a probe is answered as by a fresh engine, bit for bit.
+
+    The last bits of stock kernels depend on which requests meet in one batch; so a busy machine gets a few tries.
+    """
+    expected = live.fresh(0)
+    return any(live.probe() == expected for _ in range(5))
+
+
 @pytest.mark.parametrize(("spec", "name"), [pytest.param(*r, id=r[0].name) for r in REFUSED])
 def test_a_model_that_cannot_be_kept_at_a_version_is_refused_by_name(
     serve: Callable[..., Live], spec: Spec, name: str
 ) -> None:
     """Nothing is written, and the server answers on as before."""
     live = serve(spec)
-    before = live.probe()
+    assert answers_as_fresh(live)
     live.feed.reveal(1)
     ended = sidecar.once(live.feed.root, live.server)
     assert ended.returncode != 0
@@ -34,7 +43,7 @@ def test_a_model_that_cannot_be_kept_at_a_version_is_refused_by_name(
     assert "Traceback" not in ended.stderr
     state = live.server.state()
     assert (state.held, state.paused) == (None, False)
-    assert live.probe() == before == live.fresh(0)
+    assert answers_as_fresh(live)
 
 
 def test_stock_cpu_kernels_follow_through_a_mirror(serve: Callable[..., Live], tmp_path: Path) -> None:
