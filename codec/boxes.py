@@ -20,7 +20,7 @@ from .jit import GROUP, LANES, TAGS
 from .kernels import digest_change
 from .lines import Lines
 from .memory import UNSIGNED
-from .space import FlatSpace
+from .space import FlatSpace, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,23 +257,5 @@ def _copy(address: int, length: int, width: int) -> npt.NDArray[Any]:
 
 def _row(space: FlatSpace, position: int, box: Box, planes: Planes, digest: Digest) -> Row:
     spec = space.specs[position]
-    return Row(
-        tensor=spec.name,
-        tensors=1,
-        dtype=space.dtype,
-        shape=spec.shape,
-        offset=box.start - int(space.starts[position]),
-        length=box.length,
-        count=planes.count,
-        escaped=planes.escaped,
-        coding=planes.coding,
-        gap_shift=planes.gap_shift,
-        gap_bytes=planes.gap_bytes,
-        gaps=planes.gaps,
-        lows=planes.lows,
-        steps=planes.steps,
-        escapes=planes.escapes,
-        digest=digest,
-        run=box.run,
-        stride=box.stride,
-    )
+    place = Place(spec.name, 1, spec.shape, box.start - int(space.starts[position]))
+    return planes.row(space.dtype, place, box.length, digest, box.run, box.stride)

@@ -20,7 +20,7 @@ from .jit import TAGS
 from .kernels import code_steps, gather
 from .memory import UNSIGNED, Memory
 from .planes import compress_plane, spread_steps, write_gaps
-from .space import FlatSpace, Interval
+from .space import FlatSpace, Interval, Place
 
 DENSE_DENSITY: Final = 0.5
 """Changes per element from which on every element gets a step byte. Measured on bf16 weights: the two codings
@@ -69,6 +69,31 @@ class Planes:
     def nbytes(self) -> int:
         """Bytes of all planes."""
         return len(self.gaps) + len(self.lows) + len(self.steps) + len(self.escapes)
+
+    def row(
+        self, dtype: str, place: Place, length: int, digest: Digest, run: int = 0, stride: int = 0
+    ) -> Row:
+        """The row at `place` that these are the planes of; the rest as in `Row`."""
+        return Row(
+            tensor=place.tensor,
+            tensors=place.tensors,
+            dtype=dtype,
+            shape=place.shape,
+            offset=place.offset,
+            length=length,
+            count=self.count,
+            escaped=self.escaped,
+            coding=self.coding,
+            gap_shift=self.gap_shift,
+            gap_bytes=self.gap_bytes,
+            gaps=self.gaps,
+            lows=self.lows,
+            steps=self.steps,
+            escapes=self.escapes,
+            digest=digest,
+            run=run,
+            stride=stride,
+        )
 
 
 def encode(
@@ -128,25 +153,7 @@ def code(
         return classes.encode(space, address, interval, found.positions, found.olds, found.news)
 
     planes = choose(found, level, coding, codec, whole, by_class)
-    place = space.describe(interval)
-    return Row(
-        tensor=place.tensor,
-        tensors=place.tensors,
-        dtype=space.dtype,
-        shape=place.shape,
-        offset=place.offset,
-        length=interval.length,
-        count=planes.count,
-        escaped=planes.escaped,
-        coding=planes.coding,
-        gap_shift=planes.gap_shift,
-        gap_bytes=planes.gap_bytes,
-        gaps=planes.gaps,
-        lows=planes.lows,
-        steps=planes.steps,
-        escapes=planes.escapes,
-        digest=found.digest,
-    )
+    return planes.row(space.dtype, space.describe(interval), interval.length, found.digest)
 
 
 def choose(

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from .jit import kernel, load, prefetch, width
 from .kernels import digest_change
+from .planes import apply_some, read_some
 
 BLOCK: Final = 128
 """Changes whose old bits are on their way while as many others are worked on. Anything from 64 to 512 is as fast."""
@@ -20,80 +21,6 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
 Bits = npt.NDArray[Any]
-
-_BYTES: Final = 0x0101010101010101
-_WORD: Final = np.uint64(0)
-
-
-@kernel
-def read_some(
-    gaps: Bytes, lows: Bytes, shift: int, used: int, position: Any, first: int, positions: Ints
-) -> Any:
-    """(gap bytes used, last position): positions of the changes `first` on, the one before which is at `position`.
-
-    (-1, 0) if the gaps end before. `first` must be a multiple of 8; positions: the result, of any size. Nothing but the
-    ends of both planes is checked.
-    """
-    mask = (np.uint64(1) << np.uint64(shift)) - np.uint64(1)
-    i, size = 0, positions.size
-    while i < size:
-        bit = (first + i) * shift
-        at = bit >> 3
-        many = min(8, size - i) if (shift <= 7 and at + 8 <= lows.size) or shift == 0 else 1
-        low = np.uint64(0)
-        if many > 1 and shift > 0:
-            low = load(np.uint64(lows.ctypes.data) + np.uint64(at), _WORD) >> np.uint64(bit & 7)
-        elif shift > 0:
-            for k in range(at, min(at + 4, lows.size)):
-                low |= np.uint64(lows[k]) << np.uint64(8 * (k - at))
-            low >>= np.uint64(bit & 7)
-        if many == 8 and used + 8 <= gaps.size:
-            highs = load(np.uint64(gaps.ctypes.data) + np.uint64(used), _WORD)
-            plain = (~highs - np.uint64(_BYTES)) & highs & np.uint64(_BYTES << 7) == np.uint64(
-                0
-            )  # none is 255
-            if plain:
-                for k in range(8):
-                    high = (highs >> np.uint64(8 * k)) & np.uint64(255)
-                    position += np.int64((high << np.uint64(shift)) | (low & mask)) + 1
-                    positions[i + k] = position
-                    low >>= np.uint64(shift)
-                used += 8
-                i += 8
-                continue
-        for k in range(many):
-            high = np.int64(0)
-            while used < gaps.size and gaps[used] == 255:
-                high += 255
-                used += 1
-            if used == gaps.size:
-                return -1, 0
-            high += gaps[used]
-            used += 1
-            position += ((high << shift) | np.int64(low & mask)) + 1
-            positions[i + k] = position
-            low >>= np.uint64(shift)
-        i += many
-    return used, position
-
-
-@kernel
-def apply_some(steps: Bytes, escapes: Bits, used: int, olds: Bits, news: Bits) -> int:
-    """New bits from old ones; escapes used up to there, or minus the number of what is wrong (`planes.apply_steps`)."""
-    for i in range(steps.size):
-        step = np.int64(steps[i])
-        if step == 0:
-            return -1
-        if step == 255:
-            if used == escapes.size:
-                return -2
-            if escapes[used] == olds[i]:
-                return -3
-            news[i] = escapes[used]
-            used += 1
-        else:
-            news[i] = olds[i] + np.uint64((step >> 1) ^ -(step & 1))
-    return used
 
 
 @kernel

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import mmap
-import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import numpy as np
@@ -175,7 +173,8 @@ def load_snapshot(reader: StreamReader, snapshot: Snapshot, position: Position, 
     """Fetch a snapshot and prove it. Passes through a temporary folder; memory grows by the tensors alone."""
     geometry = Geometry(reader.layout(snapshot.manifest.layout))
     memory = Memory.allocate(geometry)
-    with _scratch() as folder:
+    with TemporaryDirectory(prefix="weightcast-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         for path in fetch_weights(reader, snapshot, folder, pool):
             copy_file(path, geometry.layout, memory)
     return proved(State(position, geometry, memory), pool)
@@ -282,13 +281,3 @@ def digest_of(geometry: Geometry, memory: Memory, names: Sequence[str], pool: Ex
     for part in pool.map(one, [n for n in names if geometry.layout[n].elements]):
         total += part
     return total
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """A temporary folder for downloads (TMPDIR says where), removed afterwards."""
-    folder = Path(mkdtemp(prefix="weightcast-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

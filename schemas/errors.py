@@ -15,7 +15,9 @@ Every error names the object, what was expected, what was found; `hint` says wha
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Final
 
 
 class WeightcastError(Exception):
@@ -102,3 +104,22 @@ class UsageError(WeightcastError, ValueError):
 
     kind = "usage"
     exit_code = 2
+
+
+KINDS: Final[Mapping[str, type[WeightcastError]]] = MappingProxyType(
+    {
+        kind.kind: kind
+        for kind in (
+            WeightcastError,
+            NotFound,
+            Conflict,
+            Untrusted,
+            Unsupported,
+            Corrupt,
+            Gap,
+            StorageError,
+            UsageError,
+        )
+    }
+)
+"""The class that a kind names, for errors that come from another process."""

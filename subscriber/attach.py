@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from weightcast.codec import Geometry, Memory, digest_all
@@ -182,11 +181,8 @@ def _workdir(target: Target) -> Iterator[Path]:
     if folder is not None:
         yield folder
         return
-    temporary = Path(mkdtemp(prefix="weightcast-"))
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with TemporaryDirectory(prefix="weightcast-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
 
 
 def _make_room(folder: Path, snapshot: Snapshot) -> None:

@@ -4,11 +4,8 @@ hold.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from weightcast.codec import Geometry, Memory
@@ -79,7 +76,8 @@ class SnapshotCheck:
         except WeightcastError as error:
             self._findings.add(version, key, error)
             return False
-        with _scratch() as folder:
+        with TemporaryDirectory(prefix="weightcast-verify-", ignore_cleanup_errors=True) as name:
+            folder = Path(name)
             whole = self._files(snapshot, position, layout, folder)
             return whole and (not self._deep or self._state(snapshot, position, layout, folder))
 
@@ -127,13 +125,3 @@ class SnapshotCheck:
             self._findings.add(position.version, snapshot_manifest_key(snapshot.folder), error)
             return False
         return True
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """A temporary folder for downloads (TMPDIR says where), removed afterwards."""
-    folder = Path(mkdtemp(prefix="weightcast-verify-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

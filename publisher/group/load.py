@@ -6,13 +6,11 @@ of tensors; then each group is brought to the head by itself.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import numpy as np
@@ -95,7 +93,8 @@ def _by_groups(
     number = {spec.name: at for at, group in enumerate(groups) for spec in group}
     wanted = {number[name] for name in (*mine, *gone)}
     lost = Digest()
-    with _scratch() as folder:
+    with TemporaryDirectory(prefix="weightcast-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         snapshot = reader.snapshot(choices[0].key, chain[0])
         places = _places(fetch_weights(reader, snapshot, folder, pool))
         deltas = _Sorted(folder, number, wanted)
@@ -204,13 +203,3 @@ class _Sorted:
 def _last(space: FlatSpace, row: Row) -> str:
     """The last tensor that a row reaches into."""
     return space.names[space.tensor_at(space.locate(row) + row.stop - row.offset - 1)]
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """A temporary folder (TMPDIR says where), removed afterwards."""
-    folder = Path(mkdtemp(prefix="weightcast-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -13,34 +13,9 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from weightcast.schemas.errors import (
-    Conflict,
-    Corrupt,
-    Gap,
-    NotFound,
-    StorageError,
-    Unsupported,
-    Untrusted,
-    UsageError,
-    WeightcastError,
-)
+from weightcast.schemas.errors import KINDS, WeightcastError
 
 from .messenger import Messenger, Silence
-
-_CLASSES: Final = {
-    c.kind: c
-    for c in (
-        Conflict,
-        Corrupt,
-        Gap,
-        NotFound,
-        StorageError,
-        Unsupported,
-        Untrusted,
-        UsageError,
-        WeightcastError,
-    )
-}
 
 _TICKS: Final = 4
 """Signs of life within a timeout."""
@@ -72,7 +47,7 @@ class Word(BaseModel):
 
     def raised(self) -> WeightcastError:
         """The error that an error's word stands for."""
-        return _CLASSES.get(self.error, WeightcastError)(self.text, hint=self.hint)
+        return KINDS.get(self.error, WeightcastError)(self.text, hint=self.hint)
 
 
 class Council:

@@ -30,10 +30,7 @@ from weightcast.schemas.engine import (
     VerifyRequest,
 )
 from weightcast.schemas.errors import (
-    Conflict,
-    Corrupt,
-    Gap,
-    NotFound,
+    KINDS,
     StorageError,
     Unsupported,
     Untrusted,
@@ -51,10 +48,6 @@ WHOLE_S: Final = 1800.0
 _MAX_ANSWER_BYTES: Final = (
     256 << 20
 )  # a report names every tensor once at most; a layout has millions at most
-_KINDS: Final[dict[str, type[WeightcastError]]] = {
-    kind.kind: kind
-    for kind in (NotFound, Conflict, Untrusted, Unsupported, Corrupt, Gap, StorageError, UsageError)
-}
 
 A = TypeVar("A", bound=BaseModel)
 
@@ -163,7 +156,7 @@ class EngineClient:
                 hint=f"set {TOKEN_VARIABLE} to the same secret here and for the server",
             )
         if fault is not None:
-            kind = _KINDS.get(fault.kind, StorageError if status >= 500 else UsageError)
+            kind = KINDS.get(fault.kind, StorageError if status >= 500 else UsageError)
             paused = "; it is paused" if fault.paused else ""
             return kind(f"{told}: {fault.message}{paused}", hint=fault.hint)
         if status in (http.client.NOT_FOUND, http.client.METHOD_NOT_ALLOWED):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -137,13 +136,6 @@ def fault_of(error: errors.WeightcastError, *, paused: bool = False) -> Fault:
 
 def error_of(fault: Fault, where: str = "") -> errors.WeightcastError:
     """The error that a fault stands for; `where` says whose it is."""
-    kinds = {kind.kind: kind for kind in _kinds(errors.WeightcastError)}
-    return kinds.get(fault.kind, errors.StorageError)(
+    return errors.KINDS.get(fault.kind, errors.StorageError)(
         f"{where}: {fault.message}" if where else fault.message, hint=fault.hint
     )
-
-
-def _kinds(base: type[errors.WeightcastError]) -> Iterator[type[errors.WeightcastError]]:
-    yield base
-    for kind in base.__subclasses__():
-        yield from _kinds(kind)
