@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from types import TracebackType
-from typing import Any, Final, Self, SupportsIndex
+from typing import Any, Final, SupportsIndex
 
 import torch
 
@@ -17,13 +15,13 @@ from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import (
     Conflict,
     NotFound,
-    UsageError,
     WeightcastError,
 )
 from weightcast.schemas.settings import PublisherSettings
 
 from .audience import Audience
 from .baseline import Baseline
+from .closing import OneProcess
 from .detectors.detection import Detection
 from .detectors.detector import Detector, Named
 from .job import PendingVersion
@@ -40,7 +38,7 @@ _FENCE_TRIES: Final = (
 )
 
 
-class Publisher(Audience):
+class Publisher(Audience, OneProcess):
     """Publishes a policy's weights to one stream. Close it, or use it as a context manager.
 
     Opening an existing stream proves the head's state (from the kept baseline or the store) and commits an empty
@@ -79,8 +77,7 @@ class Publisher(Audience):
         self._publishing = threading.Lock()
         self._pipeline: Pipeline | None = None
         self._rounds = Rounds(self.settings, self._compute, self.detection)
-        self._closed = False
-        self._pid = os.getpid()
+        OneProcess.__init__(self)
         try:
             self._open(resume, fence)
         except BaseException:
@@ -226,8 +223,8 @@ class Publisher(Audience):
             WeightcastError: a version was not committed and nobody was told yet, or time ran out.
         """
         self._closed = True
-        if self._pid != os.getpid():
-            return  # a copy made by a fork: the threads, and what is on its way, are the parent's
+        if self._is_copy:
+            return
         try:
             if self._pipeline is not None:
                 self._pipeline.close(timeout)
@@ -241,23 +238,6 @@ class Publisher(Audience):
             self._pipeline.stop()
         self._compute.shutdown(wait=False)
         self._transfer.shutdown(wait=False)
-
-    def _check_usable(self) -> None:
-        if self._pid != os.getpid():
-            raise UsageError(
-                f"this publisher belongs to process {self._pid}, of which this one is a fork",
-                hint="open a publisher after the fork",
-            )
-        if self._closed:
-            raise UsageError("this publisher is closed", hint="open a new one")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _start(
         self, reader: StreamReader, *, baseline: Baseline | None = None, parent: Position | None = None

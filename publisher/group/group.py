@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Collection, Mapping
-from types import TracebackType
-from typing import Any, Literal, Self, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import torch.distributed as dist
 
 from weightcast.manifest.commit import Writer, create_stream
 from weightcast.manifest.store import Store, open_store
 from weightcast.manifest.stream import StreamReader
+from weightcast.publisher.closing import OneProcess
 from weightcast.publisher.job import PendingVersion
 from weightcast.publisher.label import Label
 from weightcast.publisher.sources import Casts
 from weightcast.publisher.upload import Uploader
 from weightcast.publisher.workers import Workers
-from weightcast.schemas.errors import StorageError, UsageError, WeightcastError
+from weightcast.schemas.errors import StorageError, WeightcastError
 from weightcast.schemas.settings import PublisherSettings
 
 from .chair import Chair
@@ -33,7 +32,7 @@ from .turn import Turn, attempt, fenced, head_of
 Busy = Literal["wait", "skip"]
 
 
-class GroupPublisher:
+class GroupPublisher(OneProcess):
     """Publishes a policy that lies on several ranks. All of them make it together, and call each of its methods alike.
 
     Each rank compares, encodes and uploads what it owns of its own slices; rank 0 commits. Short texts pass between
@@ -80,8 +79,7 @@ class GroupPublisher:
         self._publishing = threading.Lock()
         self._number = 0
         self._flight = Flight()
-        self._closed = False
-        self._pid = os.getpid()
+        OneProcess.__init__(self)
         self._chair: Chair | None = None
         try:
             opened = self._helper.submit(lambda: self._set_store(store or open_store(root)))
@@ -191,8 +189,8 @@ class GroupPublisher:
             WeightcastError: a version was not committed and nobody was told yet, or time ran out.
         """
         self._closed = True
-        if self._pid != os.getpid():
-            return  # a copy made by a fork: the threads, and what is on its way, are the parent's
+        if self._is_copy:
+            return
         finished = self._flight.join(timeout)
         self._stop()
         if not finished:
@@ -205,23 +203,6 @@ class GroupPublisher:
     def _stop(self) -> None:
         for pool in (self._helper, self._pools.compute, self._pools.transfer):
             pool.shutdown(wait=False)
-
-    def _check_usable(self) -> None:
-        if self._pid != os.getpid():
-            raise UsageError(
-                f"this publisher belongs to process {self._pid}, of which this one is a fork",
-                hint="open a publisher after the fork",
-            )
-        if self._closed:
-            raise UsageError("this publisher is closed", hint="open a new one")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _default_messenger() -> Messenger:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import TracebackType
-from typing import Any, Final, Self, SupportsIndex
+from typing import Any, Final, SupportsIndex
 
 from weightcast.manifest.chain import Position
 from weightcast.manifest.commit import Writer, create_stream
 from weightcast.manifest.store import Store, open_store
 from weightcast.manifest.stream import StreamReader
+from weightcast.publisher.closing import Closing
 from weightcast.publisher.label import Label
 from weightcast.publisher.sources import Casts
 from weightcast.publisher.upload import Uploader
@@ -32,7 +32,7 @@ _UPLOADS: Final = 8
 """Requests of one writer at once."""
 
 
-class PartWriter:
+class PartWriter(Closing):
     """Stores one writer's part of each version. Nothing is published before somebody commits all writers' parts.
 
     What it is given it owns: every element of every tensor must be with exactly one writer. Close it.
@@ -148,14 +148,6 @@ class PartWriter:
         """Stop."""
         self._pools.compute.shutdown(wait=False)
         self._pools.transfer.shutdown(wait=False)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def commit_parts(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from weightcast.manifest.staleness import Stamp
+from weightcast.publisher.closing import Closing
 from weightcast.publisher.job import PendingVersion
 from weightcast.publisher.publisher import Publisher
 from weightcast.schemas.errors import UsageError
@@ -18,7 +18,7 @@ from .outlet import Outlet, is_main
 from .whole import check_whole
 
 
-class OptimizerHook:
+class OptimizerHook(Closing):
     """Publishes `model.state_dict()` after every so many steps of `optimizer`, from within `optimizer.step()`.
 
     Of several processes rank 0 publishes; the others only count. A step that a gradient scaler skips is none. Where a
@@ -78,11 +78,3 @@ class OptimizerHook:
         """Stop following the optimizer, and wait for what is on its way. Publishes nothing more."""
         self._handle.remove()
         self._outlet.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
