@@ -88,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in given.parts if name not in PARTS]
     if unknown:
         parser().error(f"unknown part {unknown[0]}; parts are {', '.join(PARTS)}")
+    if given.repeat < 1:
+        parser().error("--repeat must be at least 1")
     options = Options(
         quick=given.quick,
         mib=given.mib,

@@ -210,7 +210,9 @@ class _Random(Mapping[str, torch.Tensor]):
         look = self._looks[name]
         span = Region(look.shape, look.strides, 0).stop
         random = torch.Generator().manual_seed(self._numbers[name])
-        words = torch.empty(-(-span * look.dtype.itemsize // 8), dtype=torch.int64).random_(generator=random)
+        words = torch.empty(-(-span * look.dtype.itemsize // 8), dtype=torch.int64).random_(
+            -(1 << 63), None, generator=random
+        )
         if look.dtype is torch.bool:
             words &= 0x0101010101010101
         flat = words.view(torch.uint8)[: span * look.dtype.itemsize].view(look.dtype)

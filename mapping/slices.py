@@ -35,15 +35,6 @@ class Slice:
         """The size of the box in each dimension."""
         return tuple(self.tensor.shape)
 
-    @property
-    def whole(self) -> bool:
-        """Whether the box is all of the tensor."""
-        return self.extent == self.shape
-
-    def boxes(self) -> list[Span]:
-        """As `boxes_of`."""
-        return boxes_of(self.shape, self.start, self.extent)
-
 
 class Span(NamedTuple):
     """Elements of a flat tensor: an interval, or runs at equal distances.

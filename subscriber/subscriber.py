@@ -251,5 +251,6 @@ class Subscriber:
 
     def _renew(self, version: int) -> None:
         """Renew the lease while versions are waited for: its request keeps nobody up."""
-        if self._renewal is None or self._renewal.done():
-            self._renewal = self._requests.submit(self._lease.renew, version)
+        with self._working:  # which `close` holds while it ends the threads
+            if not self._closed and (self._renewal is None or self._renewal.done()):
+                self._renewal = self._requests.submit(self._lease.renew, version)

@@ -95,7 +95,7 @@ class Assembly:
         filled = 0
         for place in self._places.get(spec.name, ()):
             spans = boxes_of(spec.shape, place.tile.start, place.tile.extent)
-            if any(s.offset < end and _stop(s) > begin for s in spans):
+            if any(s.offset < end and Box(spec.dtype, *s).stop > begin for s in spans):
                 filled += _copy(self._bits(place), spans, piece, begin)
         if filled != end - begin:
             raise UsageError(
@@ -142,10 +142,6 @@ class Assembly:
             update_box(space, row, bits.ctypes.data + done * space.width)
             done += span.length
         return bits
-
-
-def _stop(span: Span) -> int:
-    return span.offset + ((span.length // span.run - 1) * span.stride + span.run if span.run else span.length)
 
 
 def _copy(bits: _Bits, spans: Iterable[Span], piece: _Bits, begin: int) -> int:

@@ -93,8 +93,11 @@ def test_trace(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)  # a busy machine
 def test_phases(tmp_path: Path) -> None:
-    for phases in run("phases", tmp_path, rounds=1).figures["phases"]:
-        assert phases["density"] == pytest.approx(0.01 if phases["density"] > 0.005 else 0.002, rel=0.3)
+    expected = [(0.01, "gap"), (0.01, "class"), (0.002, "gap")]
+    found = run("phases", tmp_path, rounds=1).figures["phases"]
+    for phases, (density, codec) in zip(found, expected, strict=True):
+        assert phases["codec"] == codec
+        assert phases["density"] == pytest.approx(density, rel=0.3)
         assert 0 < phases["stall_s"] <= phases["commit_s"]
         assert phases["wire_bytes"] < phases["mib"] * (1 << 20) / 5
 

@@ -155,12 +155,12 @@ def test_a_plain_tensor_is_all_of_itself() -> None:
     tensor = torch.randn(3, 4, requires_grad=True)
     (found,) = slices_of("w", tensor)
     assert (found.name, found.shape, found.start, found.extent) == ("w", (3, 4), (0, 0), (3, 4))
-    assert found.whole
+    assert found.extent == found.shape
     assert found.tensor.data_ptr() == tensor.data_ptr()
     assert not found.tensor.requires_grad
-    assert found.boxes() == [Span(0, 12, 0, 0)]
+    assert boxes_of(found.shape, found.start, found.extent) == [Span(0, 12, 0, 0)]
     (scalar,) = slices_of("s", torch.tensor(3))
-    assert (scalar.shape, scalar.start, scalar.boxes()) == ((), (), [Span(0, 1, 0, 0)])
+    assert (scalar.shape, scalar.start, boxes_of((), (), ())) == ((), (), [Span(0, 1, 0, 0)])
 
 
 def test_the_slice_is_the_local_tensor_and_not_a_copy() -> None:
@@ -168,7 +168,7 @@ def test_the_slice_is_the_local_tensor_and_not_a_copy() -> None:
         mesh = init_device_mesh("cpu", (4,))
         tensor = distribute_tensor(torch.arange(40).reshape(10, 4), mesh, [Shard(0)], src_data_rank=None)
         (found,) = slices_of("w", torch.nn.Parameter(tensor, requires_grad=False))
-        assert (found.start, found.extent, found.whole) == ((6, 0), (3, 4), False)
+        assert (found.start, found.extent, found.shape) == ((6, 0), (3, 4), (10, 4))
         assert found.tensor.data_ptr() == tensor.to_local().data_ptr()
         assert not isinstance(found.tensor, DTensor)
 
@@ -177,7 +177,7 @@ def test_a_rank_without_rows_has_an_empty_box_and_one_outside_the_mesh_has_none(
     with fake_rank(3, 4):
         mesh = init_device_mesh("cpu", (4,))
         (found,) = slices_of("w", distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)], src_data_rank=None))
-        assert (found.extent, found.boxes()) == ((0, 3), [])
+        assert (found.extent, boxes_of(found.shape, found.start, found.extent)) == ((0, 3), [])
         outside = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1])
         assert (
             slices_of("w", distribute_tensor(torch.ones(2, 3), outside, [Shard(0)], src_data_rank=None)) == []

@@ -607,6 +607,20 @@ def test_b231_it_stops_at_once(
     assert here.error is None
 
 
+def test_it_ends_well_if_it_is_closed_while_a_version_is_used(
+    store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt
+) -> None:
+    sharded.publish(model_of(0))
+    subscriber = subscriber_at(store, Tensors(blank(model_of(0))))
+    seen = []
+    for position in subscriber.follow():
+        seen.append(position.version)
+        closing = threading.Thread(target=subscriber.close)
+        closing.start()
+        closing.join()
+    assert seen == [0]
+
+
 def test_a_closed_subscriber_says_so(
     store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt
 ) -> None:
