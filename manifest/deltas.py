@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +12,8 @@ from weightcast.codec import Changes, Geometry, Memory, decode, gather, merge, p
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.shard import Row
 
+from .ahead import map_ahead
 from .rowset import ascending, concatenated, without_overlap
-
-A = TypeVar("A")
-B = TypeVar("B")
-
-_ROWS_AHEAD: Final = 8  # rows decoded at once; each holds at most a few times its own length
 
 
 def changed_positions(
@@ -35,7 +29,7 @@ def changed_positions(
         return row.dtype, positions(geometry[row.dtype], row)
 
     found: dict[str, list[npt.NDArray[np.int64]]] = {}
-    for dtype, part in _map_ahead(pool, one, without_overlap(geometry, rows)):
+    for dtype, part in map_ahead(pool, one, without_overlap(geometry, rows)):
         found.setdefault(dtype, []).append(part)
     return {dtype: ascending(parts) for dtype, parts in found.items()}
 
@@ -64,7 +58,7 @@ def collect(
 
     found: dict[str, list[Changes]] = {}
     moved = Digest()
-    for changes, digest in _map_ahead(pool, one, without_overlap(geometry, rows)):
+    for changes, digest in map_ahead(pool, one, without_overlap(geometry, rows)):
         found.setdefault(changes.dtype, []).append(changes)
         moved += digest
     return {dtype: concatenated(parts) for dtype, parts in found.items()}, moved
@@ -93,7 +87,7 @@ def apply_directly(
         return digest, old
 
     moved = Digest()
-    for digest, old in _map_ahead(pool, one, without_overlap(geometry, rows)):
+    for digest, old in map_ahead(pool, one, without_overlap(geometry, rows)):
         moved += digest
         if keep is not None and old is not None:
             keep(old)
@@ -106,14 +100,3 @@ def fold(older: Mapping[str, Changes], newer: Mapping[str, Changes]) -> dict[str
     for dtype, changes in newer.items():
         both[dtype] = merge(both[dtype], changes) if dtype in both else changes
     return both
-
-
-def _map_ahead(pool: Executor, call: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
-    """Like `pool.map`, but takes items only a few ahead of the results, so that memory stays bounded."""
-    window: deque[Future[B]] = deque()
-    for item in items:
-        window.append(pool.submit(call, item))
-        if len(window) >= _ROWS_AHEAD:
-            yield window.popleft().result()
-    while window:
-        yield window.popleft().result()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from weightcast.codec.boxes import encode_box
+from weightcast.manifest.ahead import map_ahead
 from weightcast.manifest.commit import put_shard
 from weightcast.manifest.store import Store
 from weightcast.schemas.digest import Digest
@@ -19,7 +20,6 @@ from weightcast.schemas.part import Tile as TileRef
 from weightcast.schemas.settings import PublisherSettings
 from weightcast.schemas.shard import Codec, Row, features_of
 
-from .ahead import map_ahead
 from .holding import Holding, Staged, Tile
 
 WHOLE_SHARD_BYTES: Final = 4 << 20

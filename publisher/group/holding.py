@@ -19,13 +19,13 @@ from weightcast.codec import Geometry
 from weightcast.codec.boxes import Box, digest_box
 from weightcast.codec.memory import UNSIGNED
 from weightcast.codec.update import update_box
+from weightcast.manifest.ahead import map_ahead
 from weightcast.publisher.placement import Slice, boxes_of
 from weightcast.publisher.sources import Casts
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.shard import Row
 
-from .ahead import map_ahead
 from .plan import Corner, Entry, Piece
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from weightcast.manifest.ahead import map_ahead
 from weightcast.manifest.chain import Position
 from weightcast.manifest.store import Store
 from weightcast.publisher.sources import Casts
@@ -16,7 +17,6 @@ from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.settings import PublisherSettings
 
-from .ahead import map_ahead
 from .draft import Draft, Stage
 from .holding import Holding, digest_slice
 from .plan import Entry

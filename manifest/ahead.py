@@ -10,8 +10,9 @@ from typing import Final, TypeVar
 A = TypeVar("A")
 B = TypeVar("B")
 
-TILES_AHEAD: Final = 8
-"""Tiles, or rows, in hand at once; at most 8 x 4 MiB of bf16 where a tile is copied from a device."""
+AHEAD: Final = 8
+"""Rows, or a writer's tiles, in hand at once. A row that is decoded holds at most a few times its own length; a tile
+that is copied from a device at most 4 MiB of bf16."""
 
 
 def map_ahead(pool: Executor, call: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
@@ -20,7 +21,7 @@ def map_ahead(pool: Executor, call: Callable[[A], B], items: Iterable[A]) -> Ite
     try:
         for item in items:
             window.append(pool.submit(call, item))
-            if len(window) >= TILES_AHEAD:
+            if len(window) >= AHEAD:
                 yield window.popleft().result()
         while window:
             yield window.popleft().result()
