@@ -24,7 +24,7 @@ from weightcast.schemas.manifest import (
     decode,
 )
 from weightcast.schemas.names import HEAD_KEY, STREAM_KEY, file_key, layout_key, shard_key, version_key
-from weightcast.schemas.shard import Row, encode_shard
+from weightcast.schemas.shard import Row, store_shard
 
 from .chain import Position
 from .store import Store
@@ -99,7 +99,7 @@ def put_files(store: Store, files: Mapping[str, bytes], before: ObjectRef | None
 
 def put_shard(store: Store, version: int, writer: str, part: int, rows: Sequence[Row]) -> ShardRef:
     """Store `rows` as one shard of `version` under a key that was never used before."""
-    data = encode_shard(rows)
+    data = store_shard(rows)
     key = shard_key(version, writer, part, new_token())
     store.put(key, data)
     return ShardRef(

@@ -31,7 +31,10 @@ CLASS_FEATURE: Final = "class"
 BOXES_FEATURE: Final = "boxes"
 """Some row of the version is a box."""
 
-FEATURES: Final[frozenset[str]] = frozenset({CLASS_FEATURE, BOXES_FEATURE})
+PACKED_FEATURE: Final = "packed"
+"""Some shard of the version is a Zstandard frame."""
+
+FEATURES: Final[frozenset[str]] = frozenset({CLASS_FEATURE, BOXES_FEATURE, PACKED_FEATURE})
 """Optional parts of the format that this release can read. A writer lists what a reader must know."""
 
 MAX_MANIFEST_BYTES: Final = 8 << 20

@@ -29,14 +29,10 @@ Rank = Annotated[int, Field(ge=0, lt=MAX_WRITERS)]
 Index = Annotated[list[Count], Field(max_length=MAX_DIMENSIONS)]
 
 
-def _check_name(name: str) -> str:
-    return check_tensor_name(name)
-
-
 class Tile(Document):
     """A box of a tensor whose bits a shard of a whole part carries: first index and size in each dimension."""
 
-    tensor: Annotated[str, AfterValidator(_check_name)]
+    tensor: Annotated[str, AfterValidator(check_tensor_name)]
     dtype: Text
     shape: Index
     start: Index

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -10,19 +10,33 @@ import pyarrow as pa
 
 from .digest import Digest
 from .errors import Corrupt
+from .frames import MAGIC, expand, frame_of, stated_bytes
 from .ipc import read_table
-from .manifest import BOXES_FEATURE, CLASS_FEATURE
+from .manifest import BOXES_FEATURE, CLASS_FEATURE, MAX_SHARD_BYTES, PACKED_FEATURE
 
 Coding = Literal["gap", "dense", "whole", "class"]
 CODINGS: Final[tuple[str, ...]] = get_args(Coding)
 
 Codec = Literal["gap", "class", "auto"]
-"""What a publisher may choose from: `gap`, every coding but `class`; `class` and `auto`, every coding."""
+"""What a publisher may be set to. `gap`: every coding but `class`; `class`: every coding; `auto`: the publisher picks
+`gap` or `class` for each version, and whoever encodes one is only ever told one of these two."""
 
 CLASS_HEAD_BYTES: Final = 2
 """Bytes at the beginning of a `class` row's plane `gaps`, before the lists of numbers."""
 
 MAX_ROW_ELEMENTS: Final = 1 << 24
+
+ROW_BYTES: Final = 128
+"""About what a row takes beside its planes."""
+
+TABLE_BYTES: Final = 4096
+"""About what a shard takes beside its rows: names and places of its columns, each twice."""
+
+PACKED_SHARE: Final = 32
+"""A shard is packed if that concerns 1/32 of it. A frame takes about two thirds off what is not planes."""
+
+MAX_EXPANSION: Final = 16
+"""Bytes that a packed shard may have for each that was fetched: a small object must not fill a reader's memory."""
 
 SHARD_SCHEMA: Final = pa.schema(
     [
@@ -104,6 +118,11 @@ class Row:
         return self.run != 0 or self.stride != 0
 
     @property
+    def spacing(self) -> tuple[int, int]:
+        """(run, stride) as kernels take them: of an interval both are its length."""
+        return (self.run, self.stride) if self.is_box else (self.length, self.length)
+
+    @property
     def stop(self) -> int:
         """One past the last element, counted as `offset` is. The figures must be possible."""
         runs = self.length // self.run if self.run else 1
@@ -112,12 +131,22 @@ class Row:
     @property
     def nbytes(self) -> int:
         """Bytes of the planes, and a round figure for the rest of the row."""
-        return len(self.gaps) + len(self.lows) + len(self.steps) + len(self.escapes) + 128
+        return len(self.gaps) + len(self.lows) + len(self.steps) + len(self.escapes) + ROW_BYTES
 
 
-def features_of(rows: Iterable[Row]) -> set[str]:
-    """The features that a version manifest must list for these rows."""
-    found: set[str] = set()
+def is_packed(rows: Sequence[Row]) -> bool:
+    """Whether a shard of these rows is packed.
+
+    Only with a row by class, which not every reader can read either: of other shards the table is there for any tool.
+    """
+    table_bytes = TABLE_BYTES + ROW_BYTES * len(rows)
+    total_bytes = TABLE_BYTES + sum(row.nbytes for row in rows)
+    return table_bytes * PACKED_SHARE >= total_bytes and any(row.coding == "class" for row in rows)
+
+
+def features_of(rows: Sequence[Row]) -> set[str]:
+    """The features that a version manifest must list for a shard of these rows."""
+    found = {PACKED_FEATURE} if is_packed(rows) else set()
     for row in rows:
         if row.coding == "class":
             found.add(CLASS_FEATURE)
@@ -139,16 +168,26 @@ def encode_shard(rows: Sequence[Row]) -> bytes:
     return bytes(sink.getvalue())
 
 
+def store_shard(rows: Sequence[Row]) -> bytes:
+    """The shard of these rows as it is stored: that file, or one frame of it."""
+    data = encode_shard(rows)
+    if not is_packed(rows):
+        return data
+    frame = frame_of(data)
+    return frame if len(frame) < len(data) <= MAX_EXPANSION * len(frame) else data
+
+
 def decode_shard(data: bytes | bytearray, where: str) -> list[Row]:
     """Parse a shard whose hash has been checked; `where` names it in errors.
 
-    Planes are not decompressed here. Arrow buffer compression is refused: it could expand without bound.
+    A packed one is unpacked, within bounds. Planes are not decompressed here. Arrow buffer compression is refused: it
+    could expand without bound.
 
     Raises:
         Corrupt: not such a table, or a row with impossible figures.
     """
     try:
-        table = read_table(data, SHARD_SCHEMA, BOX_SCHEMA)
+        table = read_table(_unpacked(data), SHARD_SCHEMA, BOX_SCHEMA)
         columns = [column.to_pylist() for column in table.columns]
     except ValueError as error:
         raise Corrupt(
@@ -167,6 +206,15 @@ def decode_shard(data: bytes | bytearray, where: str) -> list[Row]:
             )
         rows.append(row)
     return rows
+
+
+def _unpacked(data: bytes | bytearray) -> bytes | bytearray:
+    if data[: len(MAGIC)] != MAGIC:
+        return data
+    content_bytes = stated_bytes(data)
+    if not 0 <= content_bytes <= min(MAX_SHARD_BYTES, MAX_EXPANSION * len(data)):
+        raise ValueError(f"a frame of {len(data)} bytes states {content_bytes} bytes of content")
+    return expand(data, content_bytes)
 
 
 def _is_possible(row: Row) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from weightcast.codec import crossings
 from weightcast.codec.decode import MAX_GAP_SHIFT
 from weightcast.manifest.retention import GRACE_S, LEASE_AGE_S, ORPHAN_AGE_S
-from weightcast.schemas import layout, manifest, names, shard
+from weightcast.schemas import frames, layout, manifest, names, shard
 from weightcast.schemas.dtypes import WIDTHS
 
 TEXT: Final = (Path(__file__).parents[2] / "docs" / "format.md").read_text("utf-8")
@@ -108,8 +108,14 @@ def test_bounds() -> None:
         "At most 64 KiB of UTF-8": (manifest.MAX_METADATA_BYTES, 64 * kib),
         "array of ShardRef, at most 20,000": (manifest.MAX_SHARDS, 20_000),
         "`format` | integer, 1 |": (manifest.FORMAT, 1),
-        "Format 1 has two, which a version manifest must list: `class`, if a row of its shards has the coding `class`; "
-        "`boxes`, if": (set(manifest.FEATURES), {"class", "boxes"}),
+        "Format 1 has three, which a version manifest must list: `class`, if a row of its shards has the coding `class`; "
+        "`boxes`, if a row of its shards is a box; `packed`, if": (
+            set(manifest.FEATURES),
+            {"class", "boxes", "packed"},
+        ),
+        "Its content is at most 1 GiB, and at most 16 times as long": (shard.MAX_EXPANSION, 16),
+        "is 1/32 or more of them": (shard.PACKED_SHARE, 32),
+        "begins with the bytes 28 B5 2F FD": (frames.MAGIC.hex(" ").upper(), "28 B5 2F FD"),
         "more than 2^28 pairs of rows": (crossings.BUDGET, 1 << 28),
         "with unequal strides count 32-fold": (crossings.UNEQUAL_COST, 32),
         "1 to 1024 bytes of UTF-8": (names.MAX_TENSOR_NAME_BYTES, 1024),

@@ -1,8 +1,7 @@
 """Writes the golden streams of format 1: `python -m tests.golden.make FOLDER`.
 
-The files under `v1/`, `v1-class/` and `v1-boxes/` were written once and must stay readable for ever: they are not written again when the
-code changes.
-Contents, ids and times are fixed, so that another run differs only where libraries encode differently.
+The folders beside this file were written once and must stay readable for ever: they are not written again. Contents, ids
+and times are fixed, so that another run differs only where libraries encode differently.
 """
 
 from __future__ import annotations
@@ -167,12 +166,8 @@ def write_classes(author: Author) -> None:
     author.reset(tensors)
     # 1: rows of whole tensors, and slices that begin within a line. 2: steps of all sizes.
     # 3: a few rows of the embedding alone. 4: without the coding, so without the feature.
-    for wild, rows, codec in (
-        (0.0, 1.0, "class"),
-        (0.2, 1.0, "auto"),
-        (0.01, 0.1, "class"),
-        (0.0, 1.0, "gap"),
-    ):
+    steps = [(0.0, 1.0, "class"), (0.2, 1.0, "auto"), (0.01, 0.1, "class"), (0.0, 1.0, "gap")]
+    for wild, rows, codec in steps:
         tensors = stepped(tensors, random, wild, rows)
         author.publish(tensors, codec=codec, row_elements=5050, small=1000, rows_a_shard=3)  # type: ignore[arg-type]
 
@@ -247,6 +242,20 @@ def write_boxes(author: Author) -> None:
     author.publish(new, boxes=columns(Geometry(new.layout)["BF16"], "lm_head.weight", 2, 4))
 
 
+def write_packed(author: Author) -> None:
+    """Versions 0 to 4 of a stream with packed shards."""
+    random = np.random.default_rng(4)
+    tensors = start_classes(random)
+    author.reset(tensors)
+    # 1: of a row each, of which some are not by class. 2: of all rows. 3: without `class`, so without frames. 4: boxes.
+    for rows_a_shard, codec in ((1, "class"), (99, "class"), (99, "gap")):
+        tensors = stepped(tensors, random, 0.01, 0.1)
+        author.publish(tensors, codec=codec, row_elements=5050, small=1000, rows_a_shard=rows_a_shard)  # type: ignore[arg-type]
+    bits = tensors.bits | {"half.weight": stepped(tensors, random, 0.01).bits["half.weight"]}
+    boxes = columns(Geometry(tensors.layout)["F16"], "half.weight", 30, 70)
+    author.publish(Tensors(bits, tensors.dtypes, tensors.ties), codec="class", boxes=boxes, rows_a_shard=99)
+
+
 def cut(boxes: list[Box], row_elements: int) -> Iterator[Box]:
     """The rows of boxes."""
     return itertools.chain.from_iterable(split_box(box, row_elements) for box in boxes)
@@ -284,6 +293,6 @@ def make(folder: Path, fill: Callable[[Author], None] = write) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]) / "v1")
-    make(Path(sys.argv[1]) / "v1-class", write_classes)
-    make(Path(sys.argv[1]) / "v1-boxes", write_boxes)
+    streams = {"v1": write, "v1-class": write_classes, "v1-boxes": write_boxes, "v1-packed": write_packed}
+    for name, fill in streams.items():
+        make(Path(sys.argv[1]) / name, fill)

@@ -21,6 +21,7 @@ WIDTHS = {
     **dict.fromkeys(["U64", "I64", "F64", "C64"], 8),
 }
 MASK = (1 << 64) - 1
+FRAME = bytes.fromhex("28b52ffd")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class MiniReader:
         check(
             manifest["kind"] == "version"
             and manifest["format"] == 1
-            and set(manifest["features"]) <= {"boxes", "class"},
+            and set(manifest["features"]) <= {"boxes", "class", "packed"},
             "format",
         )
         check(
@@ -149,7 +150,11 @@ class MiniReader:
             space += parent.bits[spec.name] if before.get(spec.name) == spec else [0] * spec.elements
         touched: dict[str, set[int]] = {d: set() for d in flat}
         for ref in manifest["shards"]:
-            rows = table(self.object(ref["key"], ref))
+            data = self.object(ref["key"], ref)
+            if data[:4] == FRAME:
+                check("packed" in manifest["features"], "feature")
+                data = unpacked(data)
+            rows = table(data)
             check(
                 len(rows) == ref["rows"] and sum(r["count"] for r in rows) == ref["changed"],
                 "figures of a shard",
@@ -159,6 +164,15 @@ class MiniReader:
                 check(not row.get("run") or "boxes" in manifest["features"], "feature")
                 apply(row, spaces[row["dtype"]], flat[row["dtype"]], touched[row["dtype"]])
         return {s.name: flat[d][at : at + s.elements] for d, places in spaces.items() for s, at in places}
+
+
+def unpacked(frame: bytes) -> bytes:
+    """The Arrow file in a packed shard."""
+    size = zstandard.frame_content_size(frame)
+    check(0 <= size <= min(1 << 30, 16 * len(frame)), "size of a packed shard")
+    content = zstandard.ZstdDecompressor(max_window_size=1 << 28).decompress(frame, allow_extra_data=False)
+    check(len(content) == size, "packed shard")
+    return content
 
 
 def apply(row: dict[str, Any], places: list[tuple[Spec, int]], space: list[int], touched: set[int]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from weightcast.manifest.store import open_store
 from weightcast.manifest.stream import StreamReader
 
-from .make import write_boxes, write_classes
+from .make import write_boxes, write_classes, write_packed
 from .minireader import MiniReader, Model
 
 
@@ -62,4 +62,5 @@ class Golden:
 
 CLASSES: Final = Golden("class", write_classes)
 BOXES: Final = Golden("boxes", write_boxes)
-FEATURES: Final = (CLASSES, BOXES)
+PACKED: Final = Golden("packed", write_packed)
+FEATURES: Final = (CLASSES, BOXES, PACKED)

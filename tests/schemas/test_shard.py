@@ -19,7 +19,7 @@ from weightcast.codec import Box, FlatSpace, Geometry, Interval, Memory, decode,
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.layout import Layout, TensorSpec
-from weightcast.schemas.shard import BOX_SCHEMA, SHARD_SCHEMA, Row, decode_shard, encode_shard, features_of
+from weightcast.schemas.shard import BOX_SCHEMA, SHARD_SCHEMA, Row, decode_shard, encode_shard
 
 LAYOUT = Layout.of([TensorSpec("w", "U16", (1000,))])
 ROW = Row(
@@ -91,14 +91,6 @@ def test_columns_of_boxes_are_written_where_there_is_one() -> None:
     assert BOX_SCHEMA.names == [*SHARD_SCHEMA.names, "run", "stride"]
     assert (table["run"].to_pylist(), table["stride"].to_pylist()) == ([0, 30], [0, 100])
     assert decode_shard(written(table.slice(0, 1), BOX_SCHEMA), "x") == [ROW], "they may be there without one"
-
-
-def test_features_of_rows() -> None:
-    by_class = replace(ROW, coding="class")
-    assert features_of([]) == features_of([ROW]) == set()
-    assert features_of([ROW, by_class, ROW]) == {"class"}
-    assert features_of([BOX]) == {"boxes"}
-    assert features_of([replace(BOX, coding="class"), ROW]) == {"boxes", "class"}
 
 
 @pytest.mark.parametrize(
