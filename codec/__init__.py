@@ -5,14 +5,16 @@ neither torch nor files nor the store.
 """
 
 from .boxes import Box, code_box, digest_box, encode_box, find_box, split_box
+from .changes import Changes, gather, merge, put, scatter
 from .crossings import crossing
-from .decode import Changes, check, decode, gather, merge, positions, scatter
+from .decode import check, decode, positions
 from .digest import change_digest, digest, digest_all
 from .encode import Encoded, code, encode
 from .find import Found, find
 from .memory import Memory
 from .regions import Move, Region, canonical, collisions, overlaps, runs, simplify
-from .space import ROW_ELEMENTS, FlatSpace, Geometry, Interval, Place
+from .space import ROW_ELEMENTS, FlatSpace, Geometry, Interval, Place, joined
+from .update import update, update_box
 
 __all__ = [
     "ROW_ELEMENTS",
@@ -43,11 +45,15 @@ __all__ = [
     "find",
     "find_box",
     "gather",
+    "joined",
     "merge",
     "overlaps",
     "positions",
+    "put",
     "runs",
     "scatter",
     "simplify",
     "split_box",
+    "update",
+    "update_box",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -143,7 +143,7 @@ def find_box(space: FlatSpace, box: Box, new: int, old: int) -> Found:
     found = Found(
         box.length, positions[:count], olds[:count], news[:count], Digest(*map(int, lanes)), Digest()
     )
-    return Found(box.length, *_sides(found), found.digest, _moved(space, box, position, found))
+    return replace(found, change=_moved(space, box, position, found))
 
 
 def code_box(
@@ -179,8 +179,8 @@ def encode_box(
     new: int,
     old: int | None,
     level: int = 1,
-    codec: Codec = "gap",
     coding: Coding | None = None,
+    codec: Codec = "gap",
 ) -> Encoded:
     """Compare, digest and code one box: `find_box`, then `code_box`.
 
@@ -191,8 +191,8 @@ def encode_box(
         old: likewise in the state that readers have; None: they have nothing, or nothing that is at hand. Then the
             row is `whole`, and `change` is told from zeros.
         level: zstd level.
-        codec: whether `class` is among the codings to choose from.
         coding: use this coding instead of the smallest.
+        codec: whether `class` is among the codings to choose from.
 
     Raises:
         UsageError: the box is not inside one tensor of the space, or too long; or it cannot have `coding`.
@@ -232,7 +232,7 @@ def _figures(space: FlatSpace, box: Box, position: int) -> tuple[Any, ...]:
 
 def _spare() -> npt.NDArray[np.uint64]:
     """Room for the kernels, for one call."""
-    return np.empty(3 * LANES, np.uint64)
+    return np.empty(LANES, np.uint64)
 
 
 def _sides(found: Found) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any], npt.NDArray[Any]]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +17,7 @@ from .jit import TAGS
 from .jit_classes import CLASSES
 from .lines import Lines, Pieces
 from .memory import UNSIGNED
+from .scratch import Scratch
 from .space import FlatSpace, Interval
 
 Ints = npt.NDArray[np.int64]
@@ -51,25 +50,13 @@ class Coded:
     gaps: bytes
     steps: bytes
 
-
-class _Scratch(threading.local):
-    """Arrays that a thread keeps from row to row instead of asking the system for them: up to 24 bytes a change.
-
-    What `take` gives is valid until the thread's next call of the same name.
-    """
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, npt.NDArray[Any]] = {}
-
-    def take(self, name: str, size: int, dtype: Any) -> npt.NDArray[Any]:
-        """An array of this size."""
-        found = self._arrays.get(name)
-        if found is None or len(found) < size:
-            found = self._arrays[name] = np.empty(size + size // 4, dtype)
-        return found[:size]
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return len(self.gaps) + len(self.steps)
 
 
-_scratch = _Scratch()
+_scratch = Scratch()
 
 
 def suits(space: FlatSpace, interval: Interval, count: int) -> bool:
@@ -116,31 +103,31 @@ def encode_lines(
     return Coded(gaps, plane[:used].tobytes())
 
 
-def decode(space: FlatSpace, row: Row, address: int) -> tuple[Ints, Bits, Bits]:
-    """Positions of the changes of a row with checked figures, relative to it; the bits there before, and after.
+def decode(space: FlatSpace, row: Row, address: int, positions: Ints, news: Bits) -> Bits:
+    """The changes of a row with checked figures; the bits there before, valid until this thread's next call.
 
     Args:
         space: of the row's dtype.
         row: from a shard; nothing in its planes is trusted.
         address: of all its bits in the parent, side by side.
+        positions, news: the result, [row.count]: places relative to the row, and the bits there after.
 
     Raises:
         Corrupt: the planes break a rule of docs/format.md.
     """
     lines = Lines.of(row.shape, row.offset, row.length, row.run)
     exponent = np.array([*EXPONENTS[row.dtype], row.gaps[0]])
-    found = _read_gaps(row, address, lines, exponent, space.width)
-    if found is None:
+    olds = _scratch.take("olds", row.count, news.dtype)
+    if not _read_gaps(row, address, lines, exponent, positions, olds):
         raise Corrupt(
             f"row of tensor {row.tensor!r}: gaps do not lead to {row.count} of {row.length} elements"
         )
-    positions, olds = found
-    news = olds.copy()
+    news[:] = olds
     if not kernels_steps.read_steps(
         positions, news, exponent, lines.elements, lines.phase, _chances(), _padded(row.steps), len(row.steps)
     ):
         raise Corrupt(f"row of tensor {row.tensor!r}: the plane steps is not one of {row.count} steps")
-    return positions, olds, news
+    return olds
 
 
 def check(row: Row) -> None:
@@ -191,8 +178,7 @@ def _write_gaps(
         dead = np.diff(live, prepend=-1) - 1
         kernels_lists.write_list(dead, _line_mean(lines.count, len(live)), out, state)
     mean = _first_mean(int(pieces.lengths.sum()), int(totals[0]))
-    for begin, end in pairwise(offsets):
-        mean = max(1, kernels_lists.write_list(grouped[begin:end], mean, out, state) // 2)
+    kernels_lists.write_lists(grouped, offsets, mean, out, state)
     pending, used, held = map(int, state)
     return stream[: CLASS_HEAD_BYTES + used].tobytes() + (bytes([pending]) if held else b"")
 
@@ -230,30 +216,28 @@ def _read_lists(row: Row, lines: Lines) -> _Lists | None:
         elements = int(Pieces.of_lines(0, row.length, lines, live, 1).lengths.sum())
     offsets, gaps = _offsets(totals), _scratch.take("grouped", row.count, np.uint32)
     mean = _first_mean(elements, int(totals[0]))
-    for begin, end in pairwise(offsets):
-        mean = max(1, kernels_lists.read_list(gaps[begin:end], mean, row.length, at, state) // 2)
+    kernels_lists.read_lists(gaps, offsets, mean, row.length, at, state)
     spare = int(state[1] - state[0])
     if state[0] < 0 or not 0 <= spare < 8 or row.gaps[-1] >> (8 - spare):
         return None
     return _Lists(live, gaps, offsets)
 
 
-def _read_gaps(row: Row, address: int, lines: Lines, exponent: Ints, width: int) -> tuple[Ints, Bits] | None:
-    """Positions relative to the row, and the bits there; None if the plane is not right."""
+def _read_gaps(row: Row, address: int, lines: Lines, exponent: Ints, positions: Ints, olds: Bits) -> bool:
+    """Write positions relative to the row, and the bits there; False if the plane is not right."""
     lists = _read_lists(row, lines)
     if lists is None:
-        return None
+        return False
     pieces = (
         Pieces.whole(address, row.length)
         if lists.live is None
-        else Pieces.of_lines(address, row.length, lines, lists.live, width)
+        else Pieces.of_lines(address, row.length, lines, lists.live, olds.itemsize)
     )
-    positions, olds = np.empty(row.count, np.int64), np.empty(row.count, UNSIGNED[width])
     found = kernels_classes.locate(
         pieces.addresses, pieces.begins, pieces.lengths, exponent, lists.gaps, lists.offsets,
-        positions, olds, TAGS[width],
+        positions, olds, TAGS[olds.itemsize],
     )  # fmt: skip
-    return (positions, olds) if found == row.count else None
+    return bool(found == row.count)
 
 
 def _live_lines(lines: Lines, positions: Positions) -> Ints | None:

@@ -1,9 +1,8 @@
-"""From shard rows to absolute new values, and those into memory."""
+"""From shard rows to absolute new values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,51 +12,34 @@ from weightcast.schemas.errors import Corrupt, UsageError
 from weightcast.schemas.shard import CODINGS, Row, has_possible_planes
 
 from . import classes, kernels, kernels_apply, kernels_boxes
+from .changes import Changes, gather, within
 from .digest import change_digest
 from .jit import TAGS
 from .memory import UNSIGNED, Memory
 from .planes import apply_steps, expand_plane, find_steps, read_gaps
+from .scratch import Scratch
 from .space import FlatSpace
 
 MAX_GAP_SHIFT = 24  # bits: a row has at most 2^24 elements
 
-STEP_FAULTS = {
+_STEP_FAULTS: Final = {
     1: "a changed element has step 0",
     2: "the escapes are not exactly used up",
     3: "an escaped element has equal old and new bits",
 }
 
+_scratch = Scratch()
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """New bits of elements of a flat space.
-
-    Attributes:
-        dtype: of the space.
-        positions: int64 [n], flat elements, strictly ascending.
-        values: unsigned [n], of the dtype's width.
-    """
-
-    dtype: str
-    positions: npt.NDArray[np.int64]
-    values: npt.NDArray[Any]
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that both arrays take."""
-        return self.positions.nbytes + self.values.nbytes
-
-    @classmethod
-    def none(cls, space: FlatSpace) -> Changes:
-        """No changes."""
-        return cls(space.dtype, np.empty(0, np.int64), np.empty(0, UNSIGNED[space.width]))
+_Ints = npt.NDArray[np.int64]
+_Bits = npt.NDArray[Any]
 
 
 def decode(
-    space: FlatSpace, row: Row, base: Memory | Changes, overlay: Changes | None = None
+    space: FlatSpace,
+    row: Row,
+    base: Memory | Changes,
+    overlay: Changes | None = None,
+    room: Changes | None = None,
 ) -> tuple[Changes, Digest]:
     """The new bits that `row` stands for, and what they move the state digest by. Changes nothing.
 
@@ -67,35 +49,77 @@ def decode(
         base: state of some earlier version, over the same space; or of it the bits at all positions of the row that
             `overlay` has not.
         overlay: what versions between `base` and the row's parent changed, or None.
+        room: for as many changes as the row has; the result lies there. None: in memory of its own.
 
     Raises:
         Corrupt: the row breaks a rule of docs/format.md.
         UsageError: `base` or `overlay` is not of this space, or `base` lacks positions.
     """
     start = place_of(space, row)
+    found = Changes.room(space, row.count) if room is None else room
     if row.coding == "class":
-        at, old, values = _decode_class(space, row, start, base, overlay)
-        return Changes(space.dtype, at, values), change_digest(space, at, old, values)
-    if row.coding == "gap" and not row.is_box and isinstance(base, Memory) and not overlay:
-        return _decode_gaps(space, row, start, base)
-    at, steps = _positions(row, start)
-    values = np.empty(len(at), UNSIGNED[space.width])
-    if len(at):
-        _old_bits(space, base, overlay, at, values)
-    old = values.copy()
-    escapes = expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes").view(values.dtype)
+        old = _decode_class(space, row, start, base, overlay, found)
+    elif is_plain(row) and isinstance(base, Memory) and not overlay:
+        old = _scratch.take("old", row.count, found.values.dtype)
+        return found, change_by_gaps(space, row, start, base, old, found, write=False)
+    else:
+        steps = _positions(row, start, found.positions)
+        old = _old_bits(space, base, overlay, found.positions)
+        found.values[:] = new_bits(space, row, found.positions, steps, old)
+    return found, change_digest(space, found.positions, old, found.values)
+
+
+def is_plain(row: Row) -> bool:
+    """Whether `change_by_gaps` takes the row: coding `gap`, elements side by side."""
+    return row.coding == "gap" and not row.is_box
+
+
+def change_by_gaps(
+    space: FlatSpace, row: Row, start: int, memory: Memory, old: _Bits, found: Changes, *, write: bool
+) -> Digest:
+    """As `decode`, for a row with checked figures that `is_plain`. `old`: result, the bits before, [row.count].
+
+    Args:
+        write: new bits are written to the memory, too. After an error, some of them are by then.
+    """
+    fault, *lanes = kernels_apply.change_by_gaps(
+        memory.addresses(space), space.starts, space.seeds, space.tensor_at(start), start, row.length, row.gap_shift,
+        expand_plane(row.gaps, row.gap_bytes, row.tensor, "gaps"), np.frombuffer(row.lows, np.uint8),
+        expand_plane(row.steps, row.count, row.tensor, "steps"),
+        expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes").view(old.dtype),
+        found.positions, old, found.values, write, TAGS[space.width],
+    )  # fmt: skip
+    if fault == kernels_apply.GAPS_FAULT:
+        raise _wrong_gaps(row)
+    if fault:
+        raise _wrong_steps(row, fault)
+    return Digest(*map(int, lanes))
+
+
+def new_bits(space: FlatSpace, row: Row, places: _Ints, steps: npt.NDArray[np.uint8], old: _Bits) -> _Bits:
+    """The bits after a row's changes, whatever its coding but `class`.
+
+    Args:
+        places: of the changes, flat elements.
+        steps: of the changes, as `interval_positions` gives them.
+        old: the bits there before.
+
+    Raises:
+        Corrupt: steps or escapes break a rule of docs/format.md.
+    """
+    escapes = expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes").view(old.dtype)
     if row.coding == "whole":
-        values = escapes
-        found = change_digest(space, at, np.zeros_like(values), values)
+        found = change_digest(space, places, np.zeros_like(escapes), escapes)
         if found != row.digest:
             raise Corrupt(
                 f"row of tensor {row.tensor!r}: bits have digest {found}, the row says {row.digest}"
             )
-    else:
-        fault = apply_steps(steps, escapes, values)
-        if fault:
-            raise Corrupt(f"row of tensor {row.tensor!r}: {STEP_FAULTS[fault]}")
-    return Changes(space.dtype, at, values), change_digest(space, at, old, values)
+        return escapes
+    values = old.copy()
+    fault = apply_steps(steps, escapes, values)
+    if fault:
+        raise _wrong_steps(row, fault)
+    return values
 
 
 def positions(space: FlatSpace, row: Row) -> npt.NDArray[np.int64]:
@@ -108,7 +132,9 @@ def positions(space: FlatSpace, row: Row) -> npt.NDArray[np.int64]:
     start = place_of(space, row)
     if row.coding == "class":
         raise _needs_base(row)
-    return _positions(row, start)[0]
+    found = np.empty(row.count, np.int64)
+    _positions(row, start, found)
+    return found
 
 
 def check(space: FlatSpace, row: Row) -> None:
@@ -121,64 +147,7 @@ def check(space: FlatSpace, row: Row) -> None:
     if row.coding == "class":
         classes.check(row)
     elif row.coding != "whole":
-        _positions(row, start)
-
-
-def merge(older: Changes, newer: Changes) -> Changes:
-    """Both lists of changes as one; where both have an element, the newer one holds.
-
-    Raises:
-        UsageError: they are of different dtypes.
-    """
-    if older.dtype != newer.dtype:
-        raise UsageError(f"changes of {older.dtype} do not merge with changes of {newer.dtype}")
-    if not len(older) or not len(newer):
-        return newer if len(newer) else older
-    positions = np.empty(len(older) + len(newer), np.int64)
-    values = np.empty(len(positions), newer.values.dtype)
-    count = kernels.merge(older.positions, older.values, newer.positions, newer.values, positions, values)
-    return Changes(newer.dtype, positions[:count], values[:count])
-
-
-def scatter(space: FlatSpace, memory: Memory, changes: Changes) -> None:
-    """Write `changes` into `memory`. Idempotent. Releases the GIL.
-
-    Raises:
-        UsageError: the memory is read-only or not of this space, or the changes are not ascending in it.
-    """
-    if not memory.writable:
-        raise UsageError("the memory to change is read-only")
-    addresses = memory.addresses(space)
-    _check_ascending(space, changes.positions)
-    if changes.dtype != space.dtype or changes.values.dtype != UNSIGNED[space.width]:
-        raise UsageError(
-            f"changes of {changes.dtype} ({changes.values.dtype}) are not for the {space.dtype} space"
-        )
-    if len(changes.values) != len(changes.positions):
-        raise UsageError(f"{len(changes.positions)} positions, but {len(changes.values)} values")
-    if len(changes):
-        first = space.tensor_at(int(changes.positions[0]))
-        kernels.scatter(addresses, space.starts, first, changes.positions, changes.values)
-
-
-def gather(space: FlatSpace, memory: Memory, positions: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """The bits at `positions`: unsigned [n].
-
-    Raises:
-        UsageError: the memory is not of this space, or the positions are not ascending elements of it.
-    """
-    addresses = memory.addresses(space)
-    _check_ascending(space, positions)
-    values = np.empty(len(positions), UNSIGNED[space.width])
-    if len(positions):
-        first = space.tensor_at(int(positions[0]))
-        kernels.gather(addresses, space.starts, first, positions, values, TAGS[space.width])
-    return values
-
-
-def _check_ascending(space: FlatSpace, positions: npt.NDArray[np.int64]) -> None:
-    if positions.dtype != np.int64 or not kernels.ascends(positions, space.elements):
-        raise UsageError(f"positions are not ascending int64 elements of the {space.dtype} space")
+        _positions(row, start, np.empty(row.count, np.int64))
 
 
 def place_of(space: FlatSpace, row: Row) -> int:
@@ -213,73 +182,59 @@ def place_of(space: FlatSpace, row: Row) -> int:
     return start
 
 
-def _positions(row: Row, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """Flat positions and step bytes of the changes of a row with checked figures; no steps for `whole`."""
-    positions, steps = interval_positions(row, 0 if row.is_box else start)
+def _positions(row: Row, start: int, out: _Ints) -> npt.NDArray[np.uint8]:
+    """Write the flat positions of the changes of a row with checked figures to `out`; their step bytes."""
+    steps = interval_positions(row, 0 if row.is_box else start, out)
     if row.is_box:
-        kernels_boxes.spread(positions, start, row.run, row.stride)
-    return positions, steps
+        kernels_boxes.spread(out, start, *row.spacing)
+    return steps
 
 
-def interval_positions(row: Row, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """The same of a row whose elements are side by side."""
+def interval_positions(row: Row, start: int, out: _Ints) -> npt.NDArray[np.uint8]:
+    """The same of a row whose elements are side by side. `whole` has no steps."""
     if row.coding == "whole":
-        return np.arange(start, start + row.length), np.empty(0, np.uint8)
+        out[:] = np.arange(start, start + row.length)
+        return np.empty(0, np.uint8)
     raw = row.count if row.coding == "gap" else row.length
     steps = expand_plane(row.steps, raw, row.tensor, "steps")
-    positions = np.empty(row.count, np.int64)
     if row.coding == "dense":
         nonzero = np.empty(row.count, np.uint8)
-        if not find_steps(steps, start, positions, nonzero):
+        if not find_steps(steps, start, out, nonzero):
             raise Corrupt(f"row of tensor {row.tensor!r}: the steps do not mark {row.count} changes")
-        return positions, nonzero
+        return nonzero
     gaps = expand_plane(row.gaps, row.gap_bytes, row.tensor, "gaps")
     lows = np.frombuffer(row.lows, np.uint8)
-    if not read_gaps(gaps, lows, row.gap_shift, row.length, start, positions):
+    if not read_gaps(gaps, lows, row.gap_shift, row.length, start, out):
         raise _wrong_gaps(row)
-    return positions, steps
-
-
-def _decode_gaps(space: FlatSpace, row: Row, start: int, base: Memory) -> tuple[Changes, Digest]:
-    """As `decode`, for a row of coding `gap` whose elements are side by side."""
-    at, values = np.empty(row.count, np.int64), np.empty(row.count, UNSIGNED[space.width])
-    fault, *lanes = kernels_apply.change_by_gaps(
-        base.addresses(space), space.starts, space.seeds, space.tensor_at(start), start, row.length, row.gap_shift,
-        expand_plane(row.gaps, row.gap_bytes, row.tensor, "gaps"), np.frombuffer(row.lows, np.uint8),
-        expand_plane(row.steps, row.count, row.tensor, "steps"),
-        expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes").view(values.dtype),
-        at, values, TAGS[space.width],
-    )  # fmt: skip
-    if fault == kernels_apply.GAPS_FAULT:
-        raise _wrong_gaps(row)
-    if fault:
-        raise Corrupt(f"row of tensor {row.tensor!r}: {STEP_FAULTS[fault]}")
-    return Changes(space.dtype, at, values), Digest(*map(int, lanes))
+    return steps
 
 
 def _wrong_gaps(row: Row) -> Corrupt:
     return Corrupt(f"row of tensor {row.tensor!r}: gaps do not lead to {row.count} of {row.length} elements")
 
 
+def _wrong_steps(row: Row, fault: int) -> Corrupt:
+    return Corrupt(f"row of tensor {row.tensor!r}: {_STEP_FAULTS[fault]}")
+
+
 def _decode_class(
-    space: FlatSpace, row: Row, start: int, base: Memory | Changes, overlay: Changes | None
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Flat positions of the changes of a row, and the bits there before and after."""
+    space: FlatSpace, row: Row, start: int, base: Memory | Changes, overlay: Changes | None, found: Changes
+) -> _Bits:
+    """Write the changes of a row to `found`; the bits there before."""
     if isinstance(base, Changes):
         raise _needs_base(row)
     address = base.address(space, start)
-    run, stride = (row.run, row.stride) if row.is_box else (row.length, row.length)
-    ends = np.array([start, start - row.offset + row.stop - 1])
-    newer, parent = Changes.none(space) if overlay is None else _within(space, overlay, ends), None
+    last = start - row.offset + row.stop - 1
+    newer, parent = Changes.none(space) if overlay is None else within(space, overlay, start, last), None
     if len(newer) or row.is_box:
         parent = np.empty(row.length, UNSIGNED[space.width])
-        kernels_boxes.pick(np.uint64(address), row.length, run, stride, parent, TAGS[space.width])
-        kernels_boxes.put(newer.positions, newer.values, start, run, stride, parent)
+        kernels_boxes.pick(np.uint64(address), row.length, *row.spacing, parent, TAGS[space.width])
+        kernels_boxes.put(newer.positions, newer.values, start, *row.spacing, parent)
         address = parent.ctypes.data
-    at, old, values = classes.decode(space, row, address)
+    old = classes.decode(space, row, address, found.positions, found.values)
     del parent  # its memory was read until here
-    kernels_boxes.spread(at, start, run, stride)
-    return at, old, values
+    kernels_boxes.spread(found.positions, start, *row.spacing)
+    return old
 
 
 def _needs_base(row: Row) -> UsageError:
@@ -290,31 +245,18 @@ def _needs_base(row: Row) -> UsageError:
     )
 
 
-def _old_bits(
-    space: FlatSpace,
-    base: Memory | Changes,
-    overlay: Changes | None,
-    at: npt.NDArray[np.int64],
-    out: npt.NDArray[Any],
-) -> None:
-    """Bits that the row's parent has at ascending positions `at`."""
-    newer = Changes.none(space) if overlay is None else _within(space, overlay, at)
-    if isinstance(base, Changes):
-        older = _within(space, base, at)
+def _old_bits(space: FlatSpace, base: Memory | Changes, overlay: Changes | None, at: _Ints) -> _Bits:
+    """Bits that the row's parent has at ascending positions `at`, at least one."""
+    first, last = int(at[0]), int(at[-1])
+    newer = Changes.none(space) if overlay is None else within(space, overlay, first, last)
+    if isinstance(base, Memory):
+        out = gather(space, base, at)
+    else:
+        out = np.empty(len(at), UNSIGNED[space.width])
+        older = within(space, base, first, last)
         if kernels.overlay(at, out, older.positions, older.values) < len(at):
             known = np.union1d(older.positions, newer.positions)
             if not np.isin(at, known, assume_unique=True).all():
                 raise UsageError(f"the old {space.dtype} bits do not cover every element of the row")
-    else:
-        first = space.tensor_at(int(at[0]))
-        kernels.gather(base.addresses(space), space.starts, first, at, out, TAGS[space.width])
-    if len(newer):
-        kernels.overlay(at, out, newer.positions, newer.values)
-
-
-def _within(space: FlatSpace, changes: Changes, at: npt.NDArray[np.int64]) -> Changes:
-    """Those of `changes` from the first to the last of the ascending positions `at`."""
-    if changes.dtype != space.dtype:
-        raise UsageError(f"bits of {changes.dtype} are not for the {space.dtype} space")
-    begin, end = np.searchsorted(changes.positions, [at[0], at[-1] + 1])
-    return Changes(changes.dtype, changes.positions[begin:end], changes.values[begin:end])
+    kernels.overlay(at, out, newer.positions, newer.values)
+    return out

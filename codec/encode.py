@@ -19,7 +19,7 @@ from .find import Found, find
 from .jit import TAGS
 from .kernels import code_steps, gather
 from .memory import UNSIGNED, Memory
-from .planes import compress_plane, spread_steps, write_gaps
+from .planes import compress_plane, spread_steps, write_changes
 from .space import FlatSpace, Interval, Place
 
 DENSE_DENSITY: Final = 0.5
@@ -187,57 +187,47 @@ def choose(
             )
         return _class(found, asked)
     dense = coding == "dense" or (coding is None and len(found) >= DENSE_DENSITY * found.length)
-    steps = _Steps.of(found)
-    best = _dense(found, steps, level) if dense else _gap(found, steps, level)
-    raw_bytes = (found.length if dense else len(found)) + steps.escapes.nbytes
+    best = _dense(found, level) if dense else _gap(found, level)
+    raw_bytes = (found.length if dense else len(found)) + best.escaped * found.news.itemsize
     if coding is None and raw_bytes >= WHOLE_FRACTION * found.length * found.news.itemsize:
         every = _whole(found, level, whole())
         best = every if every.nbytes < best.nbytes else best
     if coding is None and codec != "gap":
         coded = by_class()
-        if coded is not None and len(coded.gaps) + len(coded.steps) < best.nbytes:
+        if coded is not None and coded.nbytes < best.nbytes:
             return _class(found, coded)
     return best
-
-
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    """Step bytes of changes, and new bits of those that are escaped."""
-
-    steps: npt.NDArray[np.uint8]
-    escapes: npt.NDArray[Any]
-
-    @classmethod
-    def of(cls, found: Found) -> _Steps:
-        steps, escapes = np.empty(len(found), np.uint8), np.empty(len(found), found.olds.dtype)
-        escaped = code_steps(found.olds, found.news, len(found), steps, escapes)
-        return cls(steps, escapes[:escaped])
 
 
 def _class(found: Found, coded: classes.Coded) -> Planes:
     return Planes("class", len(found), 0, gap_bytes=len(coded.gaps), gaps=coded.gaps, steps=coded.steps)
 
 
-def _gap(found: Found, coded: _Steps, level: int) -> Planes:
+def _gap(found: Found, level: int) -> Planes:
     count = len(found)
     shift = gap_shift(found.length, count)
+    steps, escapes = np.empty(count, np.uint8), np.empty(count, found.olds.dtype)
     gaps = np.empty(count + (found.length >> shift) // 255, np.uint8)
     low_bytes = -(-count * shift // 8)
     lows = np.empty(low_bytes + 8, np.uint8)
-    gap_bytes = write_gaps(found.positions, count, shift, gaps, lows)
+    escaped, gap_bytes = write_changes(
+        found.positions, found.olds, found.news, count, shift, steps, escapes, gaps, lows
+    )
     return Planes(
-        "gap", count, len(coded.escapes), shift, gap_bytes, compress_plane(gaps[:gap_bytes], level),
-        lows[:low_bytes].tobytes(), compress_plane(coded.steps, level),
-        compress_plane(coded.escapes, level, noisy=False),
+        "gap", count, escaped, shift, gap_bytes, compress_plane(gaps[:gap_bytes], level),
+        lows[:low_bytes].tobytes(), compress_plane(steps, level),
+        compress_plane(escapes[:escaped], level, noisy=False),
     )  # fmt: skip
 
 
-def _dense(found: Found, coded: _Steps, level: int) -> Planes:
+def _dense(found: Found, level: int) -> Planes:
+    steps, escapes = np.empty(len(found), np.uint8), np.empty(len(found), found.olds.dtype)
+    escaped = code_steps(found.olds, found.news, len(found), steps, escapes)
     plane = np.zeros(found.length, np.uint8)
-    spread_steps(found.positions, len(found), coded.steps, plane)
+    spread_steps(found.positions, len(found), steps, plane)
     return Planes(
-        "dense", len(found), len(coded.escapes),
-        steps=compress_plane(plane, level), escapes=compress_plane(coded.escapes, level, noisy=False),
+        "dense", len(found), escaped,
+        steps=compress_plane(plane, level), escapes=compress_plane(escapes[:escaped], level, noisy=False),
     )  # fmt: skip
 
 

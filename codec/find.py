@@ -17,8 +17,7 @@ from weightcast.schemas.errors import UsageError
 from weightcast.schemas.shard import MAX_ROW_ELEMENTS
 
 from .jit import GROUP, TAGS
-from .kernels import digest_change
-from .kernels_find import compare_interval
+from .kernels_find import find_interval
 from .memory import UNSIGNED, Memory
 from .space import FlatSpace, Interval
 
@@ -79,17 +78,12 @@ def find(space: FlatSpace, new: Memory, old: Memory, interval: Interval) -> Foun
         raise UsageError(f"{interval} is longer than a row may be, {MAX_ROW_ELEMENTS} elements")
     first, width = space.tensor_at(interval.start), space.width
     positions, olds, news = scratch.take(interval.length + GROUP, width)
-    count, *lanes = compare_interval(
+    count, *lanes = find_interval(
         old.addresses(space), new.addresses(space), space.starts, space.seeds, first,
         interval.start, interval.length, positions, olds, news, TAGS[width],
     )  # fmt: skip
-    change = Digest()
-    if count:
-        moved = digest_change(space.starts, space.seeds, first, positions, interval.start, olds, news, count)
-        change = Digest(*map(int, moved))
-    return Found(
-        interval.length, positions[:count], olds[:count], news[:count], Digest(*map(int, lanes)), change
-    )
+    digest, change = Digest(*map(int, lanes[:2])), Digest(*map(int, lanes[2:]))
+    return Found(interval.length, positions[:count], olds[:count], news[:count], digest, change)
 
 
 class Scratch(threading.local):

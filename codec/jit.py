@@ -4,7 +4,8 @@ Widths come in through a *tag*, an unsigned numpy scalar whose value is ignored 
 variant: one source, one cached variant a width. Vector operations are written as generic LLVM vectors, which
 LLVM lowers to whatever the machine has.
 
-numba's cache looks at the file a kernel is in, not at this one: after a change here, touch `kernels.py`.
+numba's cache looks only at the file of the outermost kernel, the one that Python calls: not at this one, nor at those
+of kernels that it calls. After a change here, touch all files with kernels.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def weigh(typingctx: Any, address: Any, vectors: Any, z0: Any, z1: Any, tag: Any
         for phi, total in zip(merged, totals, strict=True):
             phi.add_incoming(emit_splat(vector, 0), entry)
             phi.add_incoming(total, loop)
-        lanes = [_sum(builder, phi) for phi in merged]
+        lanes = [emit_sum(builder, phi) for phi in merged]
         return context.make_tuple(builder, signature.return_type, lanes)
 
     result = types.UniTuple(types.uint64, 2)
@@ -201,7 +202,7 @@ def emit_mix(builder: Any, z: Any, vector: ir.VectorType) -> Any:
     return builder.or_(builder.xor(z, builder.lshr(z, emit_splat(vector, 31))), emit_splat(vector, 1))
 
 
-def _sum(builder: Any, vector: Any) -> Any:
+def emit_sum(builder: Any, vector: Any) -> Any:
     total = builder.extract_element(vector, ir.IntType(32)(0))
     for i in range(1, LANES):
         total = builder.add(total, builder.extract_element(vector, ir.IntType(32)(i)))

@@ -1,11 +1,12 @@
 """Vector operations of the loop that finds changes; see `jit`.
 
-numba's cache does not look at this file either: after a change here, touch `kernels_find.py`.
+numba's cache looks only at the file of the outermost kernel, not at this one: after a change here, touch
+`kernels_find.py` and `kernels_boxes.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 from llvmlite import ir
@@ -24,106 +25,153 @@ from .jit import (
     emit_prefetch,
     emit_reverse,
     emit_splat,
+    emit_sum,
     pointer_of,
 )
 
 COMPRESSES: Final = not config.CPU_NAME and get_host_cpu_features().get("avx512vbmi2", False)
-"""Whether the machine moves marked elements of a vector together in one instruction, of any width."""
+"""Whether the machine moves marked bytes of a vector together in one instruction."""
+
+NOTED: Final = 16
+"""Changes of a group that are noted without a branch: it has hardly ever more."""
 
 
 @intrinsic
-def compare_group(
-    typingctx: Any, old: Any, new: Any, ahead: Any, z0: Any, z1: Any, sums: Any, tag: Any
+def compare_groups(
+    typingctx: Any, old: Any, new: Any, ahead: Any, groups: Any, z0: Any, z1: Any, masks: Any, tag: Any
 ) -> Any:
-    """compare_group(old, new: uint64, ahead: int64, z0, z1, sums: uint64, tag) -> uint64: `differ` and `weigh` at once.
+    """compare_groups(old, new: uint64, ahead, groups: int64, z0, z1, masks: uint64, tag) -> (uint64, uint64).
 
-    Bit j of the result says whether elements j of two groups differ. The digest of the new one is added to `sums`, the
-    address of two vectors of words. z0 and z1 are as for `weigh`; what lies `ahead` bytes further on is fetched.
+    `differ` and `weigh` at once, for at least one group: a word for each at the address `masks`, whose bit j says
+    whether elements j differ, and the digest of the new ones. z0 and z1 are as for `weigh`; what lies `ahead` bytes
+    further on is fetched.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = context.get_value_type(tag)
-        mask = I64(0)
-        for k, marks, _, _ in _compared(builder, args[:6], element):
-            bits = builder.zext(builder.bitcast(marks, ir.IntType(marks.type.count)), I64)
-            mask = builder.or_(mask, builder.shl(bits, I64(marks.type.count * k)))
-        return mask
+        def keep(index: Any, mask: Any, state: Any) -> Any:
+            at = builder.add(args[6], builder.mul(index, I64(8)))
+            builder.store(mask, pointer_of(builder, at, I64), align=1)
+            return state
 
-    u64 = types.uint64
-    return u64(u64, u64, types.int64, u64, u64, u64, tag), codegen
-
-
-@intrinsic
-def note_group(
-    typingctx: Any, old: Any, new: Any, ahead: Any, z0: Any, z1: Any, sums: Any,
-    relative: Any, positions: Any, olds: Any, news: Any, found: Any, tag: Any,
-) -> Any:  # fmt: skip
-    """note_group(as `compare_group`, relative: uint32, positions, olds, news: uint64, found: int64, tag) -> int64.
-
-    Writes relative + j and both sides of the elements j that differ to three arrays at these addresses, from entry
-    `found` on; the new `found`. Up to `GROUP` entries from there on are overwritten. Needs `COMPRESSES`.
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        relative, positions, olds, news, found = args[6:11]
-        element, byte, word = context.get_value_type(tag), ir.IntType(8), ir.IntType(32)
-        for k, marks, before, after in _compared(builder, args[:6], element):
-            count = marks.type.count
-            for side, content in ((olds, before), (news, after)):
-                at = builder.add(side, builder.mul(found, I64(tag.bitwidth // 8)))
-                builder.store(
-                    _compress(builder, content, marks), pointer_of(builder, at, content.type), align=1
-                )
-            size = max(count, 16)  # no machine compresses 8 bytes
-            places = ir.Constant(ir.VectorType(byte, size), [k * count + i for i in range(size)])
-            none = ir.Constant(marks.type, [0] * count)
-            order = ir.Constant(ir.VectorType(word, size), list(range(size)))
-            offsets = _compress(builder, places, builder.shuffle_vector(marks, none, order))
-            base = emit_broadcast(builder, relative, ir.VectorType(word, min(count, 16)))
-            at = builder.add(positions, builder.mul(found, I64(4)))
-            for i in range(0, count, 16):
-                order = ir.Constant(
-                    ir.VectorType(word, base.type.count), [i + j for j in range(base.type.count)]
-                )
-                part = builder.zext(builder.shuffle_vector(offsets, offsets, order), base.type)
-                there = pointer_of(builder, builder.add(at, I64(4 * i)), base.type)
-                builder.store(builder.add(part, base), there, align=1)
-            bits = builder.bitcast(marks, ir.IntType(count))
-            found = builder.add(found, builder.zext(builder.ctpop(bits), I64))
-        return found
+        lanes, _ = _groups(builder, args[:6], tag, I64(0), keep)
+        return context.make_tuple(builder, signature.return_type, lanes)
 
     u64, i64 = types.uint64, types.int64
-    return i64(u64, u64, i64, u64, u64, u64, types.uint32, u64, u64, u64, i64, tag), codegen
+    return types.UniTuple(u64, 2)(u64, u64, i64, i64, u64, u64, u64, tag), codegen
 
 
-def _compared(builder: Any, args: Any, element: ir.Type) -> Iterator[tuple[int, Any, Any, Any]]:
-    """Each vector of a group: its number, what differs, both sides. Adds the digest of the new one to `sums`."""
-    old, new, ahead, z0, z1, sums = args
+@intrinsic
+def note_groups(
+    typingctx: Any,
+    old: Any,
+    new: Any,
+    ahead: Any,
+    groups: Any,
+    z0: Any,
+    z1: Any,
+    relative: Any,
+    positions: Any,
+    tag: Any,
+) -> Any:
+    """note_groups(as `compare_groups` up to z1, relative: uint32, positions: uint64, tag) -> (uint64, uint64, uint64).
+
+    Writes relative + i for each element i that differs, as uint32, in order, to the address `positions`; returns how
+    many, and the digest. Up to `GROUP` entries more are overwritten. Needs `COMPRESSES`.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+
+        def note(index: Any, mask: Any, found: Any) -> Any:
+            first = builder.add(args[6], builder.trunc(builder.mul(index, I64(GROUP)), word))
+            return builder.add(
+                found, _note(builder, mask, first, builder.add(args[7], builder.mul(found, I64(4))))
+            )
+
+        lanes, found = _groups(builder, args[:6], tag, I64(0), note)
+        return context.make_tuple(builder, signature.return_type, [found, *lanes])
+
+    u64, i64 = types.uint64, types.int64
+    return types.UniTuple(u64, 3)(u64, u64, i64, i64, u64, u64, types.uint32, u64, tag), codegen
+
+
+def _groups(builder: Any, args: Any, tag: Any, state: Any, each: Callable[[Any, Any, Any], Any]) -> Any:
+    """The loop over groups: (digest, last state). `each` makes a state of a group's number, mask and the one before."""
+    old, new, ahead, groups, *starts = args
     vector = ir.VectorType(I64, LANES)
-    elements = ir.VectorType(element, LANES * 64 // element.width)
-    places = [pointer_of(builder, builder.add(sums, I64(8 * LANES * k)), vector) for k in (0, 1)]
-    totals = [builder.load(place, align=1) for place in places]
-    firsts = [emit_broadcast(builder, z, vector) for z in (z0, z1)]
-    for k in range(GROUP // elements.count):
-        here, there = (builder.add(side, I64(8 * LANES * k)) for side in (new, old))
-        for at in (here, there):
-            emit_prefetch(builder, builder.add(at, ahead))
-        words = builder.load(pointer_of(builder, here, vector), align=1)
-        before = builder.load(pointer_of(builder, there, elements), align=1)
-        after = builder.bitcast(words, elements)
-        ramp = ir.Constant(vector, [(k * LANES + i) * GOLDEN & (2**64 - 1) for i in range(LANES)])
-        for lane, content in enumerate((words, emit_reverse(builder, words, element.width))):
-            weights = emit_mix(builder, builder.add(firsts[lane], ramp), vector)
-            totals[lane] = builder.add(totals[lane], builder.mul(content, weights))
-        yield k, builder.icmp_unsigned("!=", after, before), before, after
-    for place, total in zip(places, totals, strict=True):
-        builder.store(total, place, align=1)
+    ramp = ir.Constant(vector, [i * GOLDEN & (2**64 - 1) for i in range(LANES)])
+    firsts = [builder.add(emit_broadcast(builder, z, vector), ramp) for z in starts]
+    entry = builder.block
+    loop, done = builder.append_basic_block("compare"), builder.append_basic_block("compared")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index, current = builder.phi(I64), builder.phi(state.type)
+    zs, sums = ([builder.phi(vector) for _ in firsts] for _ in range(2))
+    group = builder.mul(index, I64(GROUP * tag.bitwidth // 8))
+    weighed = list(zip(zs, sums, strict=True))
+    mask = I64(0)
+    for k in range(GROUP * tag.bitwidth // (64 * LANES)):
+        shift = builder.add(group, I64(8 * LANES * k))
+        sides = [builder.add(side, shift) for side in (old, new)]
+        marks, weighed = _compared(builder, sides, ahead, weighed, tag)
+        bits = builder.zext(builder.bitcast(marks, ir.IntType(marks.type.count)), I64)
+        mask = builder.or_(mask, builder.shl(bits, I64(marks.type.count * k)))
+    result = each(index, mask, current)
+    after = builder.add(index, I64(1))
+    phis = [(index, I64(0), after), (current, state, result)]
+    phis += [(phi, first, z) for phi, first, (z, _) in zip(zs, firsts, weighed, strict=True)]
+    phis += [(phi, emit_splat(vector, 0), total) for phi, (_, total) in zip(sums, weighed, strict=True)]
+    for phi, initial, value in phis:
+        phi.add_incoming(initial, entry)
+        phi.add_incoming(value, builder.block)
+    builder.cbranch(builder.icmp_signed("<", after, groups), loop, done)
+    builder.position_at_end(done)
+    return [emit_sum(builder, total) for _, total in weighed], result
+
+
+def _compared(builder: Any, sides: list[Any], ahead: Any, weighed: Any, tag: Any) -> Any:
+    """One vector of both sides: which elements differ; of each lane, z and the sum after the new side's words."""
+    vector = ir.VectorType(I64, LANES)
+    elements = ir.VectorType(ir.IntType(tag.bitwidth), LANES * 64 // tag.bitwidth)
+    for at in sides:
+        emit_prefetch(builder, builder.add(at, ahead))
+    words = builder.load(pointer_of(builder, sides[1], vector), align=1)
+    before = builder.load(pointer_of(builder, sides[0], elements), align=1)
+    contents = (words, emit_reverse(builder, words, tag.bitwidth))
+    after = [
+        (
+            builder.add(z, emit_splat(vector, LANES * GOLDEN)),
+            builder.add(total, builder.mul(content, emit_mix(builder, z, vector))),
+        )
+        for (z, total), content in zip(weighed, contents, strict=True)
+    ]
+    return builder.icmp_unsigned("!=", builder.bitcast(words, elements), before), after
+
+
+def _note(builder: Any, mask: Any, relative: Any, positions: Any) -> Any:
+    """Write relative + j for each bit j of the mask to an address; how many bits it has."""
+    words = ir.VectorType(ir.IntType(32), NOTED)
+    places = ir.Constant(ir.VectorType(ir.IntType(8), GROUP), list(range(GROUP)))
+    offsets = _compress(builder, places, builder.bitcast(mask, ir.VectorType(ir.IntType(1), GROUP)))
+    base = emit_broadcast(builder, relative, words)
+
+    def put(first: int) -> None:
+        order = ir.Constant(words, list(range(first, first + NOTED)))
+        part = builder.zext(builder.shuffle_vector(offsets, offsets, order), words)
+        at = pointer_of(builder, builder.add(positions, I64(4 * first)), words)
+        builder.store(builder.add(part, base), at, align=1)
+
+    count = builder.ctpop(mask)
+    put(0)
+    with builder.if_then(builder.icmp_unsigned(">", count, I64(NOTED)), likely=False):
+        for first in range(NOTED, GROUP, NOTED):
+            put(first)
+    return count
 
 
 def _compress(builder: Any, content: Any, marks: Any) -> Any:
-    """The marked elements of a vector, at its beginning; after them anything."""
-    size, width = content.type.count, content.type.element.width
+    """The marked bytes of a vector, at its beginning; after them anything."""
     kind = ir.FunctionType(content.type, [content.type, content.type, marks.type])
-    name = f"llvm.x86.avx512.mask.compress.v{size}i{width}"
+    name = f"llvm.x86.avx512.mask.compress.v{content.type.count}i8"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, [content, emit_splat(content.type, 0), marks])

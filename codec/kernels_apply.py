@@ -1,4 +1,7 @@
-"""From the planes of coding `gap` to new bits, in one pass: what is to be read is fetched while gaps are added up."""
+"""Changes into memory: from the planes of coding `gap` in one pass, or as they are, read back.
+
+What is to be read or written is fetched a block ahead, while gaps are added up.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,18 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .jit import kernel, load, prefetch, width
+from .jit import kernel, load, prefetch, store, width
 from .kernels import digest_change
 from .planes import apply_some, read_some
 
 BLOCK: Final = 128
 """Changes whose old bits are on their way while as many others are worked on. Anything from 64 to 512 is as fast."""
 
+WRITTEN: Final = 4096
+"""Changes written before they are read back: more than a first-level cache holds, less than a second-level one."""
+
 GAPS_FAULT: Final = 4
-"""The gaps do not lead to as many elements of the row. Smaller numbers are those of `planes.apply_steps`."""
+"""The gaps do not lead to as many elements of the row. Smaller numbers are those of `apply_steps`."""
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -37,9 +43,10 @@ def locate(addresses: Words, starts: Ints, tensor: int, positions: Ints, places:
 @kernel
 def change_by_gaps(
     addresses: Words, starts: Ints, seeds: Words, first: int, start: int, length: int, shift: int,
-    gaps: Bytes, lows: Bytes, steps: Bytes, escapes: Bits, positions: Ints, news: Bits, tag: Any,
+    gaps: Bytes, lows: Bytes, steps: Bytes, escapes: Bits, positions: Ints, olds: Bits, news: Bits,
+    write: bool, tag: Any,
 ) -> Any:  # fmt: skip
-    """(0 or what is wrong, lane 0, lane 1): decode a row against memory, and digest the change. Writes no memory.
+    """(0 or what is wrong, lane 0, lane 1): decode a row against memory, and digest the change.
 
     Args:
         addresses, starts, seeds: of the memory and the space.
@@ -47,11 +54,12 @@ def change_by_gaps(
         start, length: the row; flat.
         shift: the row's gap_shift.
         gaps, lows, steps, escapes: its planes, steps [n]; lows of n * shift bits in bytes.
-        positions, news: [n], the result: flat.
+        positions, olds, news: [n], the result: flat.
+        write: whether new bits are written to the memory, too. If something is wrong, some of them are by then.
         tag: of the space.
     """
     n = steps.size
-    places, olds = np.empty((2, BLOCK), np.uint64), np.empty(BLOCK, news.dtype)
+    places = np.empty((2, BLOCK), np.uint64)
     lane0, lane1 = np.uint64(0), np.uint64(0)
     used, escaped, position, tensor, owner = 0, 0, start - 1, first, first
     for begin in range(0, n + BLOCK, BLOCK):
@@ -64,19 +72,36 @@ def change_by_gaps(
         if begin > 0:
             last = begin - BLOCK
             size = min(BLOCK, n - last)
-            where = places[last // BLOCK % 2]
+            where, old, new = places[last // BLOCK % 2], olds[last : last + size], news[last : last + size]
             for k in range(size):
-                olds[k] = load(where[k], tag)
-            escaped = apply_some(steps[last : last + size], escapes, escaped, olds, news[last : last + size])
+                old[k] = load(where[k], tag)
+            escaped = apply_some(steps[last : last + size], escapes, escaped, old, new)
             if escaped < 0:
                 return -escaped, lane0, lane1
+            if write:
+                for k in range(size):
+                    store(where[k], new[k])
             at = positions[last : last + size]
             while at[0] >= starts[owner + 1]:
                 owner += 1
-            part0, part1 = digest_change(starts, seeds, owner, at, 0, olds, news[last : last + size], size)
+            part0, part1 = digest_change(starts, seeds, owner, at, 0, old, new, size)
             lane0 += part0
             lane1 += part1
     rest = n * shift & 7
     if used != gaps.size or (rest and lows[-1] >> rest):
         return GAPS_FAULT, lane0, lane1
     return 0 if escaped == escapes.size else 2, lane0, lane1
+
+
+@kernel
+def put(addresses: Words, starts: Ints, first: int, positions: Ints, values: Bits, tag: Any) -> bool:
+    """Write values at positions, which must ascend from tensor `first` on, and read back; whether all are there."""
+    places, tensor, same = np.empty(WRITTEN, np.uint64), first, True
+    for begin in range(0, positions.size, WRITTEN):
+        new = values[begin : begin + WRITTEN]
+        tensor = locate(addresses, starts, tensor, positions[begin : begin + WRITTEN], places, tag)
+        for k in range(new.size):
+            store(places[k], new[k])
+        for k in range(new.size):
+            same &= load(places[k], tag) == new[k]
+    return same

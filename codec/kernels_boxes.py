@@ -123,7 +123,7 @@ def compare_box(
 ) -> Any:  # fmt: skip
     """(number of changes, lane 0, lane 1): all changes of a box and the digest of its new bits.
 
-    Both sides lie side by side. spare: uint64 [3 * LANES]. positions (relative to the box), olds and news must hold
+    Both sides lie side by side. spare: uint64 [LANES]. positions (relative to the box), olds and news must hold
     `length` + `GROUP` entries.
     """
     work = np.uint64(spare.ctypes.data)
@@ -132,8 +132,6 @@ def compare_box(
             old, new, begin, length, run, stride, seed0, seed1, work, positions, olds, news, tag
         )
     lane0, lane1, found, place, each = np.uint64(0), np.uint64(0), 0, begin, 8 // width(tag)
-    spare[:] = np.uint64(0)
-    sums = work + np.uint64(8 * LANES)
     for at in range(0, length, run):
         head = -place % each
         rest = (run - head) % GROUP
@@ -145,7 +143,7 @@ def compare_box(
         lane0, lane1 = lane0 + part0, lane1 + part1
         a, b = old + np.uint64(middle * width(tag)), new + np.uint64(middle * width(tag))
         found, part0, part1 = compare_run(
-            a, b, place + head, end - middle, middle, seed0, seed1, sums, positions, olds, news, found, tag
+            a, b, place + head, end - middle, middle, seed0, seed1, positions, olds, news, found, tag
         )
         lane0, lane1 = lane0 + part0, lane1 + part1
         a, b = old + np.uint64(end * width(tag)), new + np.uint64(end * width(tag))
@@ -154,7 +152,7 @@ def compare_box(
         )
         lane0, lane1 = lane0 + part0, lane1 + part1
         place += stride
-    return found, lane0 + spare[LANES : 2 * LANES].sum(), lane1 + spare[2 * LANES :].sum()
+    return found, lane0, lane1
 
 
 @kernel

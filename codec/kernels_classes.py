@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .jit import kernel, load, store, trailing_zeros, width
-from .jit_classes import BLOCK, CLASSES, GROUPS, classify, members, population
+from .jit_classes import BLOCK, CLASSES, DEPOSITS, GROUPS, deposit, nth_in, pass_over, rank_in, separate
+from .kernels import AHEAD_BYTES
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -26,20 +27,19 @@ FOREVER: Final = 1 << 40
 
 
 @kernel
-def classify_rest(
-    address: np.uint64, count: int, exponent: Ints, classes: Bytes, counts: Ints, room: Bytes, tag: Any
-) -> None:
-    """`classify` for fewer than BLOCK elements; past them classes are 255. room: [BLOCK * width]."""
+def copy_rest(address: np.uint64, count: int, room: Bytes, tag: Any) -> None:
+    """Copy fewer than BLOCK elements, and zeros behind them. room: [BLOCK * width]."""
+    room[:] = 0
     copy = np.uint64(room.ctypes.data)
     for i in range(count):
         store(copy + np.uint64(i * width(tag)), load(address + np.uint64(i * width(tag)), tag))
-    classify(
-        copy, np.uint64(exponent[0]), np.uint64(exponent[1]), np.uint64(exponent[2]),
-        np.uint64(classes.ctypes.data), np.uint64(counts.ctypes.data), tag,
-    )  # fmt: skip
-    for i in range(count, BLOCK):
-        counts[classes[i]] -= 1
-        classes[i] = 255
+
+
+@kernel
+def class_of(bits: Any, exponent: Ints) -> Any:
+    """The class of an element."""
+    here = np.int64((np.uint64(bits) >> np.uint64(exponent[0])) & np.uint64(exponent[1]))
+    return min(max(exponent[2] - here, 0), CLASSES - 1)
 
 
 @kernel
@@ -57,39 +57,69 @@ def rank(
     Returns:
         How many of the changes lie in the pieces.
     """
-    classes, room = np.empty(BLOCK, np.uint8), np.zeros(BLOCK * width(tag), np.uint8)
-    counts, seen = np.empty(CLASSES, np.int64), np.zeros(CLASSES, np.int64)
-    at_classes, at_counts = np.uint64(classes.ctypes.data), np.uint64(counts.ctypes.data)
+    found, seen = np.empty((CLASSES, GROUPS), np.uint64), np.zeros((CLASSES, GROUPS), np.uint64)
+    spare, copy = np.empty(4 * GROUPS, np.uint64), np.empty(BLOCK * width(tag), np.uint8)
+    at_found, at_seen = np.uint64(found.ctypes.data), np.uint64(seen.ctypes.data)
     shift, mask, top = np.uint64(exponent[0]), np.uint64(exponent[1]), np.uint64(exponent[2])
-    window = np.zeros(2 * GROUPS, np.uint64)  # masks of groups up to an element's, and of later ones
-    window[:GROUPS] = ~np.uint64(0)
+    last = np.zeros(CLASSES, np.int64)  # the rank that follows that of the class's last change
     done = 0
     for piece in range(addresses.size):
         at = 0
         while at < lengths[piece]:
             size = min(BLOCK, lengths[piece] - at)
             address = addresses[piece] + np.uint64(at * width(tag))
-            if size == BLOCK:
-                classify(address, shift, mask, top, at_classes, at_counts, tag)
-            else:
-                classify_rest(address, size, exponent, classes, counts, room, tag)
+            if size < BLOCK:
+                copy_rest(address, size, copy, tag)
+                address = np.uint64(copy.ctypes.data)
+            separate(
+                address, AHEAD_BYTES, shift, mask, top, at_found, at_seen, np.uint64(spare.ctypes.data), tag
+            )
             base = begins[piece] + at
             while done < count and positions[done] < base + size:
-                inside = np.int64(positions[done]) - base
-                kind, group = classes[inside], inside >> 6
-                window[GROUPS] = (np.uint64(1) << np.uint64(inside & 63)) - np.uint64(1)
-                before = np.int64(0)
-                for g in range(GROUPS):  # all of them: no processor predicts where changes are
-                    found = members(at_classes + np.uint64(g * 64), np.uint64(kind))
-                    before += population(found & window[GROUPS - group + g])
-                kinds[done], gaps[done] = kind, seen[kind] + before
-                seen[kind] = -(before + 1)
+                inside = np.uint64(np.int64(positions[done]) - base)
+                kind = class_of(load(address + inside * np.uint64(width(tag)), tag), exponent)
+                words = np.uint64(8 * GROUPS * kind)
+                before = rank_in(at_found + words, at_seen + words, inside)
+                kinds[done], gaps[done] = kind, before - last[kind]
+                last[kind] = before + 1
                 totals[kind] += 1
                 done += 1
-            for c in range(CLASSES):
-                seen[c] += counts[c]
+            seen[class_of(np.uint64(0), exponent), 0] -= np.uint64(BLOCK - size)  # zeros behind the rest
             at += size
     return done
+
+
+@kernel
+def nth_by_deposit(word: np.uint64, n: Any) -> Any:
+    """The 1 bit of a word that has `n` others below it, alone. Needs `DEPOSITS`."""
+    return deposit(np.uint64(1) << np.uint64(n), word)
+
+
+@kernel
+def nth_by_turns(word: np.uint64, n: Any) -> Any:
+    """The same on any machine."""
+    for _ in range(n):
+        word &= word - np.uint64(1)
+    return word & (~word + np.uint64(1))
+
+
+nth_bit: Final = nth_by_deposit if DEPOSITS else nth_by_turns
+
+
+@kernel
+def list_bits(words: Words, out: Ints) -> int:
+    """Write which bits of some words are 1, ascending, and zero the words; how many. out: room for one more."""
+    found = 0
+    for group in range(words.size):
+        bits = words[group]
+        words[group] = np.uint64(0)
+        turn = 0  # the first two turns are taken without a look: no processor predicts where changes are
+        while turn < 2 or bits != np.uint64(0):
+            out[found] = 64 * group + trailing_zeros(bits | np.uint64(1 << 63))
+            found += bits != np.uint64(0)
+            bits &= bits - np.uint64(1)
+            turn += 1
+    return found
 
 
 @kernel
@@ -102,61 +132,50 @@ def locate(
     Args:
         gaps: of class c at [offsets[c], offsets[c + 1]), `count` in all; what they point past is not found.
     """
-    classes, room = np.empty(BLOCK, np.uint8), np.zeros(BLOCK * width(tag), np.uint8)
-    counts, hits = np.empty(CLASSES, np.int64), np.zeros(GROUPS, np.uint64)
-    left, following = np.empty(CLASSES, np.int64), offsets.copy()
-    at_classes, at_counts = np.uint64(classes.ctypes.data), np.uint64(counts.ctypes.data)
+    found, left = np.empty((CLASSES, GROUPS), np.uint64), np.full((2, 2 * GROUPS), FOREVER)
+    spare, copy = np.empty(4 * GROUPS, np.uint64), np.empty(BLOCK * width(tag), np.uint8)
+    hits, insides = np.zeros(GROUPS, np.uint64), np.empty(BLOCK + 1, np.int64)
+    at_found, at_left = np.uint64(found.ctypes.data), np.uint64(left.ctypes.data)
     shift, mask, top = np.uint64(exponent[0]), np.uint64(exponent[1]), np.uint64(exponent[2])
+    following, lowest = offsets.copy(), class_of(np.uint64(0), exponent)
     for c in range(CLASSES):
-        left[c] = np.int64(gaps[following[c]]) if following[c] < offsets[c + 1] else FOREVER
-    found = 0
+        if following[c] < offsets[c + 1]:
+            left[0, c] = np.int64(gaps[following[c]])
+    done = 0
     for piece in range(addresses.size):
         at = 0
         while at < lengths[piece]:
             size = min(BLOCK, lengths[piece] - at)
             address = addresses[piece] + np.uint64(at * width(tag))
-            if size == BLOCK:
-                classify(address, shift, mask, top, at_classes, at_counts, tag)
-            else:
-                classify_rest(address, size, exponent, classes, counts, room, tag)
-            any_hit = False
-            for c in range(CLASSES):
-                skip, rest = left[c], counts[c]
-                if skip >= rest:
-                    left[c] = skip - rest
-                    continue
-                any_hit = True
-                group = 0
-                bits = members(at_classes, np.uint64(c))
-                have = population(bits)
-                while skip < rest:
-                    rest -= skip + 1
-                    while skip >= have:
-                        skip -= have
-                        group += 1
-                        bits = members(at_classes + np.uint64(group * 64), np.uint64(c))
-                        have = population(bits)
-                    have -= skip + 1
-                    while skip > 0:
-                        bits &= bits - np.uint64(1)
-                        skip -= 1
-                    hits[group] |= bits & (~bits + np.uint64(1))
-                    bits &= bits - np.uint64(1)
+            if size < BLOCK:
+                copy_rest(address, size, copy, tag)
+                address = np.uint64(copy.ctypes.data)
+            left[0, lowest] += BLOCK - size  # zeros behind the rest, which do not count
+            marks = pass_over(
+                address, AHEAD_BYTES, shift, mask, top, at_found, at_left, np.uint64(spare.ctypes.data), tag
+            )
+            left[1, lowest] -= BLOCK - size
+            any_hit = marks != np.uint64(0)
+            while marks != np.uint64(0):
+                c = trailing_zeros(marks)
+                marks &= marks - np.uint64(1)
+                rest = left[1, c]
+                rank_in_block = left[0, c] + rest
+                while rank_in_block < rest:
+                    group, inside = nth_in(at_found + np.uint64(8 * GROUPS * c), rank_in_block)
+                    hits[group] |= nth_bit(found[c, group], inside)
                     following[c] += 1
-                    skip = np.int64(gaps[following[c]]) if following[c] < offsets[c + 1] else FOREVER
-                left[c] = skip - rest
+                    more = following[c] < offsets[c + 1]
+                    rank_in_block += 1 + (np.int64(gaps[following[c]]) if more else FOREVER)
+                left[0, c] = rank_in_block - rest
             if any_hit:
-                for group in range(GROUPS):
-                    bits = hits[group]
-                    hits[group] = np.uint64(0)
-                    while bits != np.uint64(0):
-                        inside = group * 64 + trailing_zeros(bits)
-                        bits &= bits - np.uint64(1)
-                        positions[found] = begins[piece] + at + inside
-                        olds[found] = load(address + np.uint64(inside * width(tag)), tag)
-                        found += 1
+                count = list_bits(hits, insides)
+                for k in range(count):
+                    positions[done + k] = begins[piece] + at + insides[k]
+                    olds[done + k] = load(address + np.uint64(insides[k] * width(tag)), tag)
+                done += count
             at += size
-    return found
+    return done
 
 
 @kernel

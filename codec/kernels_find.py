@@ -1,7 +1,7 @@
 """The loop that finds changes: compare, digest and note, group by group, while memory further on is fetched.
 
 A group is compared, weighed and noted in one go, since each leaves units of the processor idle that the others need:
-the digest is bound by its multiplications, comparing by memory, and noting by neither.
+the digest is bound by its multiplications, comparing by memory, and noting by neither. Bits are read after each block.
 """
 
 from __future__ import annotations
@@ -10,44 +10,57 @@ from typing import Any, Final
 
 import numpy as np
 
-from .jit import GOLDEN, GROUP, LANES, kernel, load, trailing_zeros, width
-from .jit_find import COMPRESSES, compare_group, note_group
-from .kernels import AHEAD_BYTES, Bits, Ints, Positions, Words, digest_run, mark_run, read_marked
+from .jit import GOLDEN, GROUP, kernel, trailing_zeros, width
+from .jit_find import COMPRESSES, compare_groups, note_groups
+from .kernels import (
+    Bits,
+    Ints,
+    Positions,
+    Words,
+    digest_change,
+    digest_run,
+    mark_run,
+    read_marked,
+)
 
-TURNS: Final = 3
+AHEAD_BYTES: Final = 4096
+"""How far ahead of the work both sides are fetched. Where the third-level cache has them, 2048 took an eighth longer,
+1024 half as long again; out of memory they are alike."""
+
+BLOCK_GROUPS: Final = 64
+"""Groups that are compared before their changes are read, which are then still near: 8 KiB of each side at width 2."""
+
+TURNS: Final = 2
 """Changes of a group that are noted without a branch."""
 
 
 @kernel
 def note_by_turns(
-    old: np.uint64, new: np.uint64, z0: np.uint64, z1: np.uint64, sums: np.uint64, relative: np.uint32,
-    positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
-) -> int:  # fmt: skip
-    """As `jit.note_group`, on any machine."""
-    mask = compare_group(old, new, AHEAD_BYTES, z0, z1, sums, tag)
-    turn = 0  # the first turns are taken without a look: no processor predicts where changes are
-    while turn < TURNS or mask != np.uint64(0):
-        j = trailing_zeros(mask | np.uint64(1 << 63))
-        before, after = load(old + np.uint64(j * width(tag)), tag), load(new + np.uint64(j * width(tag)), tag)
-        positions[found], olds[found], news[found] = relative + j, before, after
-        found += (mask != np.uint64(0)) & (
-            before != after
-        )  # a source that is being written may be equal by now
-        mask &= mask - np.uint64(1)
-        turn += 1
-    return found
+    old: np.uint64, new: np.uint64, groups: int, z0: np.uint64, z1: np.uint64, relative: np.uint32,
+    positions: Positions, found: int, tag: Any,
+) -> Any:  # fmt: skip
+    """As `note_by_vectors`, on any machine. At most `BLOCK_GROUPS` groups."""
+    masks = np.empty(BLOCK_GROUPS, np.uint64)
+    lane0, lane1 = compare_groups(old, new, AHEAD_BYTES, groups, z0, z1, np.uint64(masks.ctypes.data), tag)
+    for group in range(groups):
+        mask, turn = masks[group], 0
+        while turn < TURNS or mask != np.uint64(0):  # no processor predicts where changes are
+            positions[found] = relative + group * GROUP + trailing_zeros(mask | np.uint64(1 << 63))
+            found += mask != np.uint64(0)
+            mask &= mask - np.uint64(1)
+            turn += 1
+    return found, lane0, lane1
 
 
 @kernel
 def note_by_vectors(
-    old: np.uint64, new: np.uint64, z0: np.uint64, z1: np.uint64, sums: np.uint64, relative: np.uint32,
-    positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
+    old: np.uint64, new: np.uint64, groups: int, z0: np.uint64, z1: np.uint64, relative: np.uint32,
+    positions: Positions, found: int, tag: Any,
 ) -> Any:  # fmt: skip
-    """As `jit.note_group`."""
-    return note_group(
-        old, new, AHEAD_BYTES, z0, z1, sums, relative, np.uint64(positions.ctypes.data), np.uint64(olds.ctypes.data),
-        np.uint64(news.ctypes.data), found, tag,
-    )  # fmt: skip
+    """`jit_find.note_groups` to positions from entry `found` on: (the new `found`, lane 0, lane 1)."""
+    at = np.uint64(positions.ctypes.data) + np.uint64(4 * found)
+    noted, lane0, lane1 = note_groups(old, new, AHEAD_BYTES, groups, z0, z1, relative, at, tag)
+    return found + np.int64(noted), lane0, lane1
 
 
 note: Final = note_by_vectors if COMPRESSES else note_by_turns
@@ -56,41 +69,32 @@ note: Final = note_by_vectors if COMPRESSES else note_by_turns
 @kernel
 def compare_run(
     old: np.uint64, new: np.uint64, index: int, count: int, relative: int, seed0: np.uint64, seed1: np.uint64,
-    sums: np.uint64, positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
+    positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
 ) -> Any:  # fmt: skip
     """(found, lane 0, lane 1): append the changes of a run to positions, olds and news; the digest of its new bits.
 
-    The first element is element `index` of its tensor. Entries are as many as elements at most, whatever the two sides
-    do meanwhile. sums: two vectors of zeros, which are used up.
+    The first element is element `index` of its tensor, and `relative` in positions. There are at most as many entries
+    as elements, whatever the two sides do meanwhile; up to `GROUP` more are overwritten.
     """
     each = 8 // width(tag)
     head = min(count, -index % each)
     lane0, lane1 = digest_run(new, index, head, seed0, seed1, tag)
     marked = mark_run(old, new, head, relative, positions, found, tag)
     found = read_marked(old, new, relative, positions, olds, news, found, marked, tag)
-    for group in range(head, head + (count - head) // GROUP * GROUP, GROUP):
-        golden = np.uint64((index + group) // each) * np.uint64(GOLDEN)
-        a, b = old + np.uint64(group * width(tag)), new + np.uint64(group * width(tag))
-        found = note(
-            a,
-            b,
-            seed0 + golden,
-            seed1 + golden,
-            sums,
-            np.uint32(relative + group),
-            positions,
-            olds,
-            news,
-            found,
-            tag,
+    end = head + (count - head) // GROUP * GROUP
+    for block in range(head, end, BLOCK_GROUPS * GROUP):
+        groups = min(BLOCK_GROUPS, (end - block) // GROUP)
+        golden = np.uint64((index + block) // each) * np.uint64(GOLDEN)
+        a, b = old + np.uint64(block * width(tag)), new + np.uint64(block * width(tag))
+        marked, part0, part1 = note(
+            a, b, groups, seed0 + golden, seed1 + golden, np.uint32(relative + block), positions, found, tag
         )
-    rest = (count - head) % GROUP
-    shift = np.uint64((count - rest) * width(tag))
-    part0, part1 = digest_run(new + shift, index + count - rest, rest, seed0, seed1, tag)
-    marked = mark_run(old + shift, new + shift, rest, relative + count - rest, positions, found, tag)
-    found = read_marked(
-        old + shift, new + shift, relative + count - rest, positions, olds, news, found, marked, tag
-    )
+        lane0, lane1 = lane0 + part0, lane1 + part1
+        found = read_marked(old, new, relative, positions, olds, news, found, marked, tag)
+    shift = np.uint64(end * width(tag))
+    part0, part1 = digest_run(new + shift, index + end, count - end, seed0, seed1, tag)
+    marked = mark_run(old + shift, new + shift, count - end, relative + end, positions, found, tag)
+    found = read_marked(old + shift, new + shift, relative + end, positions, olds, news, found, marked, tag)
     return found, lane0 + part0, lane1 + part1
 
 
@@ -101,21 +105,32 @@ def compare_interval(
 ) -> Any:  # fmt: skip
     """(number of changes, lane 0, lane 1): all changes of an interval and the digest of its new bits.
 
-    positions (relative), olds and news must hold `length` entries.
+    positions (relative), olds and news must hold `length` + `GROUP` entries.
     """
     lane0, lane1, found = np.uint64(0), np.uint64(0), 0
-    sums = np.empty(2 * LANES, np.uint64)
     tensor, at, stop = first, start, start + length
     while at < stop:
         end, index = min(starts[tensor + 1], stop), at - starts[tensor]
         shift = np.uint64(index * width(tag))
-        sums[:] = np.uint64(0)
         found, part0, part1 = compare_run(
             old[tensor] + shift, new[tensor] + shift, index, end - at, at - start, seeds[tensor, 0], seeds[tensor, 1],
-            np.uint64(sums.ctypes.data), positions, olds, news, found, tag,
+            positions, olds, news, found, tag,
         )  # fmt: skip
-        lane0 += part0 + sums[:LANES].sum()
-        lane1 += part1 + sums[LANES:].sum()
+        lane0 += part0
+        lane1 += part1
         at = end
         tensor += 1
     return found, lane0, lane1
+
+
+@kernel
+def find_interval(
+    old: Words, new: Words, starts: Ints, seeds: Words, first: int, start: int, length: int,
+    positions: Positions, olds: Bits, news: Bits, tag: Any,
+) -> Any:  # fmt: skip
+    """As `compare_interval`, and both lanes of what the changes move the digest by."""
+    found, lane0, lane1 = compare_interval(
+        old, new, starts, seeds, first, start, length, positions, olds, news, tag
+    )
+    moved0, moved1 = digest_change(starts, seeds, first, positions, start, olds, news, found)
+    return found, lane0, lane1, moved0, moved1

@@ -109,6 +109,13 @@ def write_list(numbers: Any, mean: Any, out: np.uint64, state: Words) -> Any:
 
 
 @kernel
+def write_lists(numbers: Any, offsets: Ints, mean: Any, out: np.uint64, state: Words) -> None:
+    """`write_list` of numbers[offsets[c] : offsets[c + 1]] for each c; each after the first expects half the mean."""
+    for c in range(offsets.size - 1):
+        mean = max(np.int64(1), write_list(numbers[offsets[c] : offsets[c + 1]], mean, out, state) // 2)
+
+
+@kernel
 def read_list(numbers: Any, mean: Any, limit: int, stream: np.uint64, state: Ints) -> Any:
     """Undo `write_list`; the mean in 256ths after the numbers.
 
@@ -134,3 +141,12 @@ def read_list(numbers: Any, mean: Any, limit: int, stream: np.uint64, state: Int
         numbers[i] = number
     state[0] = at
     return mean
+
+
+@kernel
+def read_lists(numbers: Any, offsets: Ints, mean: Any, limit: int, stream: np.uint64, state: Ints) -> None:
+    """Undo `write_lists`."""
+    for c in range(offsets.size - 1):
+        if state[0] >= 0:
+            part = numbers[offsets[c] : offsets[c + 1]]
+            mean = max(np.int64(1), read_list(part, mean, limit, stream, state) // 2)

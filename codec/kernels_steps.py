@@ -73,15 +73,18 @@ def settled_bytes(low: np.uint64, high: np.uint64) -> np.uint64:
 def put(
     bit: np.uint64, chance: np.uint64, out: np.uint64, low: np.uint64, high: np.uint64, used: np.uint64
 ) -> Any:
-    """Code one bit: (low, high, used) after it. Writes 4 bytes at out + used."""
+    """Code one bit: (low, high, used) after it."""
     middle = low + (((high - low) * chance) >> np.uint64(16))
     is_one = bit != np.uint64(0)
     low, high = (low if is_one else middle + np.uint64(1)), (middle if is_one else high)
-    settled = settled_bytes(low, high)
-    shift = settled << np.uint64(3)
-    store(out + used, np.uint32(swapped(high)))
-    ones = (np.uint64(1) << shift) - np.uint64(1)
-    return (low << shift) & np.uint64(_WORD), ((high << shift) | ones) & np.uint64(_WORD), used + settled
+    while (low ^ high) >> np.uint64(24) == np.uint64(
+        0
+    ):  # mostly not: a guess is faster than a shift by the outcome
+        store(out + used, np.uint8(high >> np.uint64(24)))
+        used += np.uint64(1)
+        low = (low << np.uint64(8)) & np.uint64(_WORD)
+        high = ((high << np.uint64(8)) | np.uint64(0xFF)) & np.uint64(_WORD)
+    return low, high, used
 
 
 @kernel
@@ -90,12 +93,12 @@ def get(chance: np.uint64, data: np.uint64, low: Any, high: Any, code: Any, used
     middle = low + (((high - low) * chance) >> np.uint64(16))
     is_one = code <= middle
     low, high = (low if is_one else middle + np.uint64(1)), (middle if is_one else high)
-    settled = settled_bytes(low, high)
-    shift = settled << np.uint64(3)
-    ones = (np.uint64(1) << shift) - np.uint64(1)
-    low, high = (low << shift) & np.uint64(_WORD), ((high << shift) | ones) & np.uint64(_WORD)
-    used += settled
-    code = swapped(np.uint64(load(data + used, np.uint32(0))))
+    while (low ^ high) >> np.uint64(24) == np.uint64(0):  # as in `put`
+        low = (low << np.uint64(8)) & np.uint64(_WORD)
+        high = ((high << np.uint64(8)) | np.uint64(0xFF)) & np.uint64(_WORD)
+        more = np.uint64(load(data + used + np.uint64(4), np.uint8(0)))
+        code = ((code << np.uint64(8)) & np.uint64(_WORD)) | more
+        used += np.uint64(1)
     return np.uint64(is_one), low, high, code, used
 
 

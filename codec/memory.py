@@ -159,17 +159,24 @@ class Memory:
     def _view(self, address: int, width: int, shape: tuple[int, ...]) -> Unsigned:
         if 0 in shape:
             return np.zeros(shape, UNSIGNED[width])
-        return np.asarray(_Window(address, width, shape, self))
+        return np.asarray(_Window(address, width, shape, self, self.writable))
+
+
+def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Raw memory as uint8 [nbytes], writable. Whoever asks keeps it alive."""
+    return np.asarray(_Window(address, 1, (nbytes,), None, True)) if nbytes else np.empty(0, np.uint8)
 
 
 class _Window:
     """Exposes raw memory to numpy and keeps its owner alive."""
 
-    def __init__(self, address: int, width: int, shape: tuple[int, ...], memory: Memory) -> None:
-        self._memory = memory
+    def __init__(
+        self, address: int, width: int, shape: tuple[int, ...], owner: object, writable: bool
+    ) -> None:
+        self._owner = owner
         self.__array_interface__ = {
             "version": 3,
-            "data": (address, not memory.writable),
+            "data": (address, not writable),
             "typestr": UNSIGNED[width].str,
             "shape": shape,
         }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,22 +19,13 @@ from .kernels import ascends
 from .memory import UNSIGNED
 from .regions import Ints, Move, Region
 from .space import FlatSpace, Geometry
-
-_T = TypeVar("_T")
-
-MAX_THREADS: Final = 4
-"""More do not write faster than memory does, and the engine has threads of its own."""
+from .threads import spread
 
 SHARE: Final = 1 << 17
 """Positions of a task: 1.5 ms of work."""
 
 PIECE_ELEMENTS: Final = 1 << 23
 """Elements digested at once by one thread: a few milliseconds of work."""
-
-
-def workers() -> int:
-    """Threads that use the cores this process may run on."""
-    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 class Table:
@@ -81,7 +70,7 @@ class Table:
             )  # fmt: skip
             return int(part[failed, 0]) if failed >= 0 else -1
 
-        failed = max(_spread(run, tasks[:, 2] - tasks[:, 1]), default=-1)
+        failed = max(spread(run, tasks[:, 2] - tasks[:, 1]), default=-1)
         return _sums(lanes, tasks[:, 0], use), failed
 
     def gather(self, positions: Ints, use: Sequence[int]) -> tuple[Ints, npt.NDArray[Any]]:
@@ -102,7 +91,7 @@ class Table:
         def run(first: int, last: int) -> None:
             kernels.gather(self._table, tasks[first:last], at, index, values, self._tag)
 
-        _spread(run, counts)
+        spread(run, counts)
         return index, values
 
     def digests(self, use: Sequence[int]) -> list[Digest]:
@@ -117,7 +106,7 @@ class Table:
                 table, first, last, self.space.starts, self.space.seeds, self._spare(), lanes, self._tag
             )
 
-        _spread(run, np.array([piece.source.elements for _, piece in cut], np.int64))
+        spread(run, np.array([piece.source.elements for _, piece in cut], np.int64))
         return _sums(lanes, number, use)
 
     def _spare(self) -> npt.NDArray[Any]:
@@ -188,18 +177,6 @@ def _table(space: FlatSpace, moves: Sequence[Move], addresses: Sequence[int]) ->
 def _address(array: npt.NDArray[Any]) -> np.uint64:
     """Of its first byte, as kernels take it."""
     return np.uint64(array.ctypes.data)
-
-
-def _spread(run: Callable[[int, int], _T], weights: Ints) -> list[_T]:
-    """`run(first, last)` over all numbers, in stretches of about equal weight, one a thread."""
-    threads = min(workers(), len(weights))
-    if threads <= 1:
-        return [run(0, len(weights))] if len(weights) else []
-    total = np.cumsum(weights)
-    edges = np.searchsorted(total, total[-1] * np.arange(1, threads) // threads, side="right")
-    cuts = [0, *edges.tolist(), len(weights)]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(run, cuts[:-1], cuts[1:]))
 
 
 def _sums(lanes: npt.NDArray[np.uint64], number: Ints, use: Iterable[int]) -> list[Digest]:

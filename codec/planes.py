@@ -10,8 +10,10 @@ import numpy.typing as npt
 import zstandard
 
 from weightcast.schemas.errors import Corrupt
+from weightcast.schemas.frames import expand, stated_bytes
 
 from .jit import kernel, load, store
+from .kernels import code_steps
 
 ESCAPE: Final = 255
 """Step byte of a change whose new bits lie in `escapes`; gap byte that stands for 255 and goes on."""
@@ -19,13 +21,19 @@ ESCAPE: Final = 255
 MIN_COMPRESSED_BYTES: Final = 64
 """Planes below this stay raw: a frame's headers and table take about as much as it could save."""
 
-_ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"  # RFC 8878, 3.1.1; rules out skippable frames
-_MAX_WINDOW_BYTES: Final = 1 << 28  # a row's largest plane is 2^24 elements of 8 bytes
-
 Bytes = npt.NDArray[np.uint8]
 
 _BYTES: Final = 0x0101010101010101
 _WORD: Final = np.uint64(0)
+
+
+@kernel
+def write_changes(
+    positions: npt.NDArray[np.uint32], olds: npt.NDArray[Any], news: npt.NDArray[Any], count: int, shift: int,
+    steps: Bytes, escapes: npt.NDArray[Any], gaps: Bytes, lows: Bytes,
+) -> Any:  # fmt: skip
+    """`code_steps` and `write_gaps`: (escapes, bytes of `gaps`). Two calls would contend for the interpreter twice."""
+    return code_steps(olds, news, count, steps, escapes), write_gaps(positions, count, shift, gaps, lows)
 
 
 @kernel
@@ -191,7 +199,7 @@ def find_steps(plane: Bytes, start: int, positions: npt.NDArray[np.int64], steps
 def apply_some(
     steps: Bytes, escapes: npt.NDArray[Any], used: int, olds: npt.NDArray[Any], news: npt.NDArray[Any]
 ) -> int:
-    """New bits from old ones; escapes used up to there, or minus the number of what is wrong (`planes.apply_steps`)."""
+    """New bits from old ones; escapes used up to there, or minus the number of what is wrong (`apply_steps`)."""
     for i in range(steps.size):
         step = np.int64(steps[i])
         if step == 0:
@@ -239,7 +247,6 @@ class _PerThread(threading.local):
 
     def __init__(self) -> None:
         self.compressors: dict[int | None, zstandard.ZstdCompressor] = {}
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
 
     def compressor(self, level: int | None) -> zstandard.ZstdCompressor:
         """The compressor of a level; None stands for `_HUFFMAN`."""
@@ -280,17 +287,11 @@ def expand_plane(data: bytes, raw_bytes: int, tensor: str, plane: str) -> Bytes:
     if len(data) == raw_bytes:
         return np.frombuffer(data, np.uint8)
     try:
-        stated = (
-            zstandard.frame_content_size(data) if data[:4] == _ZSTD_MAGIC and len(data) < raw_bytes else -1
-        )
+        stated = stated_bytes(data) if len(data) < raw_bytes else -1
         if stated == raw_bytes:
-            content = _contexts.decompressor.decompress(
-                data, max_output_size=raw_bytes, allow_extra_data=False
-            )
-            if len(content) == raw_bytes:
-                return np.frombuffer(content, np.uint8)
+            return np.frombuffer(expand(data, raw_bytes), np.uint8)
         found = f"a content size of {stated}" if stated >= 0 else "no single frame"
-    except zstandard.ZstdError as error:
+    except ValueError as error:
         found = str(error)
     raise Corrupt(
         f"row of tensor {tensor!r}: plane {plane} of {len(data)} bytes, expected {raw_bytes} raw bytes "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -14,13 +14,13 @@ import numpy.typing as npt
 from weightcast.schemas.dtypes import WIDTHS
 from weightcast.schemas.errors import Corrupt, UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
-from weightcast.schemas.shard import MAX_ROW_ELEMENTS, Row, has_possible_box
+from weightcast.schemas.shard import MAX_ROW_ELEMENTS, Codec, Row, has_possible_box
 
 ROW_ELEMENTS: Final = 1 << 22
 """Elements of a row that `split` aims at: at 0.2 % density a plane has 8 kB, a Huffman table 1 % of it."""
 
 SMALL_ELEMENTS: Final = 1 << 16
-"""Tensors below this many elements share rows (docs/format.md, delta shard)."""
+"""Tensors below this many elements share rows under every codec (docs/format.md, delta shard)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class FlatSpace:
         return start
 
     def split(self, row_elements: int = ROW_ELEMENTS, small: int = SMALL_ELEMENTS) -> list[Interval]:
-        """The writer's rule: slices of tensors of at least `small` elements, and joined runs of smaller ones.
+        """The writer's rule, first half: slices of tensors of at least `small` elements, joined runs of smaller ones.
 
         Together the intervals cover the space once. No interval has more than `row_elements` elements.
         """
@@ -203,6 +203,23 @@ class Geometry:
     def intervals(self, row_elements: int = ROW_ELEMENTS, small: int = SMALL_ELEMENTS) -> list[Interval]:
         """`split` of every space, in layout order."""
         return [interval for space in self for interval in space.split(row_elements, small)]
+
+
+def joined(intervals: Iterable[Interval], most: int, codec: Codec = "gap") -> list[Interval]:
+    """The second half: ascending intervals that follow each other become one of at most `most` elements.
+
+    Few rows are shorter than many, in the table and in what a coder must learn about each. Not under `class`, which
+    tells positions within one tensor. Each interval lies in one of the result whole.
+    """
+    found: list[Interval] = []
+    for interval in intervals:
+        last = found[-1] if found and codec == "gap" else None
+        follows = last is not None and (last.dtype, last.stop) == (interval.dtype, interval.start)
+        if last is not None and follows and last.length + interval.length <= most:
+            found[-1] = Interval(last.dtype, last.start, last.length + interval.length)
+        else:
+            found.append(interval)
+    return found
 
 
 def _seed_text(spec: TensorSpec) -> bytes:

@@ -1,29 +1,60 @@
-"""A row's old bits, side by side in memory, turned into its new ones in place: for writers that keep a slice alone."""
+"""A row's old bits in memory turned into its new ones in place."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from weightcast.schemas.digest import Digest
-from weightcast.schemas.errors import Corrupt, UsageError
+from weightcast.schemas.errors import UsageError
 from weightcast.schemas.shard import Row
 
 from . import classes, kernels_boxes
-from .decode import STEP_FAULTS, interval_positions, place_of
+from .changes import Changes, gather, scatter
+from .decode import change_by_gaps, decode, interval_positions, is_plain, new_bits, place_of
 from .digest import change_digest
-from .memory import UNSIGNED
-from .planes import apply_steps, expand_plane
+from .memory import UNSIGNED, Memory
+from .scratch import Scratch
 from .space import FlatSpace
 
-_Bits = npt.NDArray[Any]
+_scratch = Scratch()
+
+
+def update(
+    space: FlatSpace, row: Row, memory: Memory, *, keep: bool = False
+) -> tuple[Digest, Changes | None]:
+    """Decode a row against memory that nobody serves from, and write it there. Not idempotent: it needs the old bits.
+
+    Args:
+        space: the flat space of the row's dtype, in the version's layout.
+        row: as a shard has it; nothing in it is trusted.
+        memory: the state that the row is told from.
+        keep: the bits that were there before are wanted.
+
+    Returns:
+        What that moves the state digest by, and the bits that were there before, or None.
+
+    Raises:
+        Corrupt: the row breaks a rule of docs/format.md; some of it may be written.
+        UsageError: the memory is read-only or not of this space.
+    """
+    if not memory.writable:
+        raise UsageError("the memory to change is read-only")
+    if is_plain(row):
+        start, dtype = place_of(space, row), UNSIGNED[space.width]
+        at = _scratch.take("at", row.count, np.int64)
+        old, new = (_scratch.take(name, row.count, dtype) for name in ("old", "new"))
+        moved = change_by_gaps(space, row, start, memory, old, Changes(space.dtype, at, new), write=True)
+        return moved, Changes(space.dtype, at.copy(), old.copy()) if keep else None
+    found, moved = decode(space, row, memory)
+    before = Changes(space.dtype, found.positions, gather(space, memory, found.positions)) if keep else None
+    scatter(space, memory, found)
+    return moved, before
 
 
 def update_box(space: FlatSpace, row: Row, address: int) -> Digest:
-    """Write a row's new bits over its old ones. Not idempotent: it needs the old ones.
+    """Write a row's new bits over its old ones, which lie side by side: for writers that keep a slice alone.
 
     Args:
         space: the flat space of the row's dtype; of the row's own tensor alone, if that is all there is.
@@ -31,7 +62,7 @@ def update_box(space: FlatSpace, row: Row, address: int) -> Digest:
         address: of `row.length` elements side by side, in the order in which the row counts them.
 
     Returns:
-        What that moves the state digest by.
+        What that moves the state digest by. Not idempotent: it needs the old bits.
 
     Raises:
         Corrupt: the row breaks a rule of docs/format.md; nothing was written.
@@ -43,34 +74,18 @@ def update_box(space: FlatSpace, row: Row, address: int) -> Digest:
         )
     start = place_of(space, row)
     memory = (ctypes.c_uint8 * (row.length * space.width)).from_address(address)
-    bits: _Bits = np.frombuffer(memoryview(memory), UNSIGNED[space.width])
+    bits = np.frombuffer(memoryview(memory), UNSIGNED[space.width])
+    found = Changes.room(space, row.count)
     if row.coding == "class":
-        at, old, new = classes.decode(space, row, address)
+        old = classes.decode(space, row, address, found.positions, found.values)
+        at = found.positions.copy()
+        kernels_boxes.spread(found.positions, start, *row.spacing)
     else:
-        at, old, new = _stepped(space, row, bits)
-    places = at.copy()
-    run, stride = (row.run, row.stride) if row.is_box else (row.length, row.length)
-    kernels_boxes.spread(places, start, run, stride)
-    if row.coding == "whole":
-        found = change_digest(space, places, np.zeros_like(new), new)
-        if found != row.digest:
-            raise Corrupt(
-                f"row of tensor {row.tensor!r}: bits have digest {found}, the row says {row.digest}"
-            )
-    moved = change_digest(space, places, old, new)
-    bits[at] = new
+        steps = interval_positions(row, 0, found.positions)
+        at = found.positions.copy()
+        old = bits[at]
+        kernels_boxes.spread(found.positions, start, *row.spacing)
+        found.values[:] = new_bits(space, row, found.positions, steps, old)
+    moved = change_digest(space, found.positions, old, found.values)
+    bits[at] = found.values
     return moved
-
-
-def _stepped(space: FlatSpace, row: Row, bits: _Bits) -> tuple[npt.NDArray[np.int64], _Bits, _Bits]:
-    """Positions of a row's changes, relative to it; the bits there before, and after."""
-    at, steps = interval_positions(row, 0)
-    old = bits[at]
-    escapes = expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes").view(old.dtype)
-    if row.coding == "whole":
-        return at, old, escapes
-    new = old.copy()
-    fault = apply_steps(steps, escapes, new)
-    if fault:
-        raise Corrupt(f"row of tensor {row.tensor!r}: {STEP_FAULTS[fault]}")
-    return at, old, new

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 
 import numpy as np
 import numpy.typing as npt
 
-from weightcast.codec import Changes, Geometry, Memory, decode, gather, merge, positions, scatter
+from weightcast.codec import Changes, Geometry, Memory, decode, merge, positions, update
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.shard import Row
 
 from .ahead import map_ahead
-from .rowset import ascending, concatenated, without_overlap
+from .rowset import Room, ascending, without_overlap
 
 
 def changed_positions(
@@ -41,27 +41,35 @@ def collect(
     pool: Executor,
     overlay: Mapping[str, Changes],
     known: Callable[[Row], tuple[Changes, Digest] | None] = lambda _: None,
+    expected: int = 0,
 ) -> tuple[dict[str, Changes], Digest]:
     """Absolute new values of a version, by dtype, and what they do to the digest. Nothing is written.
 
     Old bits are those of `base`, except where `overlay` (changes of the versions in between) has newer ones; of a base
-    that is not memory, only bits that `overlay` has may be missing. `known` may have decoded a row before.
+    that is not memory, only bits that `overlay` has may be missing. `known` may have decoded a row before. `expected`,
+    how many changes there are, saves a copy of them if it is right.
     """
+    rooms: dict[str, Room] = {}
 
-    def one(row: Row) -> tuple[Changes, Digest]:
+    def placed() -> Iterator[tuple[Row, Changes]]:
+        for row in without_overlap(geometry, rows):
+            if row.dtype not in rooms:
+                rooms[row.dtype] = Room(geometry[row.dtype], expected)
+            yield row, rooms[row.dtype].take(row)
+
+    def one(row: Row, room: Changes) -> Digest:
         done = known(row)
         if done is not None:
-            return done
+            room.positions[:], room.values[:] = done[0].positions, done[0].values
+            return done[1]
         space = geometry[row.dtype]
         old = base if isinstance(base, Memory) else base.get(row.dtype, Changes.none(space))
-        return decode(space, row, old, overlay.get(row.dtype))
+        return decode(space, row, old, overlay.get(row.dtype), room)[1]
 
-    found: dict[str, list[Changes]] = {}
     moved = Digest()
-    for changes, digest in map_ahead(pool, one, without_overlap(geometry, rows)):
-        found.setdefault(changes.dtype, []).append(changes)
+    for digest in map_ahead(pool, lambda task: one(*task), placed()):
         moved += digest
-    return {dtype: concatenated(parts) for dtype, parts in found.items()}, moved
+    return {dtype: room.filled() for dtype, room in rooms.items()}, moved
 
 
 def apply_directly(
@@ -78,20 +86,14 @@ def apply_directly(
     """
 
     def one(row: Row) -> tuple[Digest, Changes | None]:
-        space = geometry[row.dtype]
-        changes, digest = decode(space, row, memory)
-        old = (
-            Changes(row.dtype, changes.positions, gather(space, memory, changes.positions)) if keep else None
-        )
-        scatter(space, memory, changes)
-        return digest, old
+        return update(geometry[row.dtype], row, memory, keep=keep is not None)
 
-    moved = Digest()
-    for digest, old in map_ahead(pool, one, without_overlap(geometry, rows)):
-        moved += digest
+    total = Digest()
+    for moved, old in map_ahead(pool, one, without_overlap(geometry, rows)):
+        total += moved
         if keep is not None and old is not None:
             keep(old)
-    return moved
+    return total
 
 
 def fold(older: Mapping[str, Changes], newer: Mapping[str, Changes]) -> dict[str, Changes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -108,6 +109,38 @@ class _Cover:
             f"two rows of the delta overlap in tensor {self._space.names[tensor]!r} at offset "
             f"{box.start - int(self._space.starts[tensor])}"
         )
+
+
+class Room:
+    """Where the changes of rows are put one behind the other, so that in the end they are one list without a copy.
+
+    Args:
+        space: of the rows.
+        expected: changes of all of them. More than that are put elsewhere, and copied in the end.
+    """
+
+    def __init__(self, space: FlatSpace, expected: int) -> None:
+        self._space = space
+        self._block = Changes.room(space, min(expected, space.elements))
+        self._used = 0
+        self._parts: list[Changes] = []
+
+    def take(self, row: Row) -> Changes:
+        """The places for a row's changes. Its count need not be possible: then it will not be decoded."""
+        count = min(max(row.count, 0), row.length)
+        end = self._used + count
+        fits = end <= len(self._block)
+        part = self._block.part(self._used, end) if fits else Changes.room(self._space, count)
+        self._used = end
+        self._parts.append(part)
+        return part
+
+    def filled(self) -> Changes:
+        """All that was put in, which must not overlap, in ascending order."""
+        in_order = all(a.positions[-1] < b.positions[0] for a, b in pairwise(self._parts))
+        if in_order and self._used <= len(self._block):
+            return self._block.part(0, self._used)
+        return concatenated(self._parts)
 
 
 def concatenated(parts: list[Changes]) -> Changes:

@@ -62,11 +62,8 @@ def stage(
         for wanted in run[number : number + 2]:
             fetcher.prefetch(wanted.manifest)
         try:
-            rows = fetcher.rows(position.manifest)
-            if done or not isinstance(base, Memory):
-                changes, moved = _collect(geometry, rows, base, pool, folded)
-            else:
-                changes, moved = collect(geometry, rows, base, pool, {}, known)
+            rows, expected = fetcher.rows(position.manifest), position.manifest.totals.changed
+            changes, moved = _collect(geometry, rows, base, pool, folded, known, expected)
             _prove(position, at.digest + moved)
         except (NotFound, Corrupt, StorageError):
             if not done:
@@ -79,11 +76,20 @@ def stage(
 
 
 def _collect(
-    geometry: Geometry, rows: Iterable[Row], base: Base, pool: Executor, folded: Mapping[str, Changes]
+    geometry: Geometry,
+    rows: Iterable[Row],
+    base: Base,
+    pool: Executor,
+    folded: Mapping[str, Changes],
+    known: Known,
+    expected: int,
 ) -> tuple[dict[str, Changes], Digest]:
-    """`collect`; of a base that is read, the old bits of a version that `folded` has not are had in one read."""
+    """`collect`; of a base that is read, the old bits of a version that `folded` has not are had in one read.
+
+    `known` goes by the identity of a row, so that it knows none of a later version than the one it was made for.
+    """
     if isinstance(base, Memory):
-        return collect(geometry, rows, base, pool, folded)
+        return collect(geometry, rows, base, pool, folded, known, expected)
     rows = list(rows)
     wanted = {
         dtype: found[~np.isin(found, folded[dtype].positions, assume_unique=True)]
@@ -92,7 +98,7 @@ def _collect(
         for dtype, found in changed_positions(geometry, rows, pool).items()
     }
     old = base.read({dtype: found for dtype, found in wanted.items() if len(found)})
-    return collect(geometry, rows, old, pool, folded)
+    return collect(geometry, rows, old, pool, folded, known, expected)
 
 
 def stage_relaid(

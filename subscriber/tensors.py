@@ -8,28 +8,25 @@ from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weightcast.codec import Changes, FlatSpace, Geometry, Memory, digest_all, gather, scatter
+from weightcast.codec import Changes, FlatSpace, Geometry, Memory, digest_all, put
 from weightcast.manifest.chain import Position
 from weightcast.manifest.tensorfile import mapped, read_header
 from weightcast.schemas.digest import Digest
-from weightcast.schemas.dtypes import TORCH_NAMES
 from weightcast.schemas.errors import Corrupt, UsageError
-from weightcast.schemas.layout import Layout, TensorSpec
+from weightcast.schemas.layout import Layout
 from weightcast.schemas.wrappers import NameMap
 
 from .target import Mark, mark_of, restrict
+from .tensor_bits import SIGNED, bits_of, is_addressable, place_of, spec_of, write_by_index
 
 _Homes = dict[
     str, list[torch.Tensor]
 ]  # for each stored tensor those that hold it; several if tied names are apart here
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SIGNED: Final = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 class Tensors:
@@ -91,7 +88,7 @@ class Tensors:
     def empty(self) -> bool:
         """See Target."""
         for name, tensor in self._tensors.items():
-            _spec(name, tensor)  # refuses what cannot be kept
+            spec_of(name, tensor)  # refuses what cannot be kept
         return False
 
     def workdir(self) -> Path | None:
@@ -112,12 +109,12 @@ class Tensors:
             uneven = [
                 name
                 for name, (first, *more) in homes.items()
-                if any(not torch.equal(_bits(first), _bits(m)) for m in more)
+                if any(not torch.equal(bits_of(first), bits_of(m)) for m in more)
             ]
             if uneven:
                 raise UsageError(f"tensors that the stream ties to {uneven[0]!r} differ from it here")
             self._even = geometry.layout.sha256
-        hosts = {n: t[0] if _is_addressable(t[0]) else t[0].cpu().contiguous() for n, t in homes.items()}
+        hosts = {n: t[0] if is_addressable(t[0]) else t[0].cpu().contiguous() for n, t in homes.items()}
         return Memory.at(geometry, {n: t.data_ptr() if t.numel() else 0 for n, t in hosts.items()}, hosts)
 
     def patch(self, geometry: Geometry, changes: Mapping[str, Changes], position: Position) -> None:
@@ -144,7 +141,7 @@ class Tensors:
             for name, found in homes.items():
                 if after.layout[name] not in kept:
                     for home in found:
-                        _bits(home).zero_()
+                        bits_of(home).zero_()
             self._patch(after, homes, changes)
             self.adopt(position, after.layout)
 
@@ -160,9 +157,9 @@ class Tensors:
                 raise _not_equal(first, second, position)
         with self._still:
             for name, found in homes.items():
-                source = np.array(sources[name]).view(_SIGNED[layout[name].width])
+                source = np.array(sources[name]).view(SIGNED[layout[name].width])
                 for home in found:
-                    _bits(home).copy_(torch.from_numpy(source).reshape(home.shape))
+                    bits_of(home).copy_(torch.from_numpy(source).reshape(home.shape))
             self.adopt(position, layout)
 
     def _check_shared(
@@ -197,7 +194,7 @@ class Tensors:
             tensor = self._tensors.get(spec.name)
             if tensor is None:
                 continue
-            found = _spec(spec.name, tensor)
+            found = spec_of(spec.name, tensor)
             if (found.dtype, found.shape) != (spec.dtype, spec.shape):
                 raise UsageError(
                     f"tensor {spec.name!r} is {found.dtype}{list(found.shape)} here "
@@ -205,11 +202,11 @@ class Tensors:
                     hint="build the model with the stream's shapes",
                 )
             same = homes[spec.tied_to or spec.name]
-            if all(_place(tensor) != _place(other) for other in same):
+            if all(place_of(tensor) != place_of(other) for other in same):
                 same.append(tensor)
         missing = [name for name, found in homes.items() if not found]
-        places = {_place(t) for found in homes.values() for t in found}
-        unknown = [n for n, t in self._tensors.items() if n not in layout and _place(t) not in places]
+        places = {place_of(t) for found in homes.values() for t in found}
+        unknown = [n for n, t in self._tensors.items() if n not in layout and place_of(t) not in places]
         if missing or unknown:
             raise UsageError(
                 f"of {len(layout)} tensors in the stream {len(missing)} are missing here {missing[:5]}, "
@@ -223,12 +220,11 @@ class Tensors:
         self, space: FlatSpace, geometry: Geometry, homes: Mapping[str, torch.Tensor], changes: Changes
     ) -> None:
         """Write what concerns `homes`: in one go where memory can be addressed, tensor by tensor elsewhere."""
-        direct = {n: homes[n] for n in space.names if n in homes and _is_addressable(homes[n])}
+        direct = {n: homes[n] for n in space.names if n in homes and is_addressable(homes[n])}
         addresses = {n: t.data_ptr() if t.numel() else 0 for n, t in direct.items()}
         memory = Memory.at(geometry, addresses, direct, writable=True)
         mine = changes if len(direct) == len(space.names) else restrict(space, changes, direct)
-        scatter(space, memory, mine)
-        if not np.array_equal(gather(space, memory, mine.positions), mine.values):
+        if not put(space, memory, mine):
             raise Corrupt(
                 f"tensors of dtype {space.dtype} do not hold what was written to them",
                 hint="somebody else writes to them",
@@ -238,9 +234,7 @@ class Tensors:
                 first = int(space.starts[space.index[name]])
                 lo, hi = np.searchsorted(changes.positions, [first, first + homes[name].numel()])
                 if lo < hi:
-                    _write_by_index(
-                        name, homes[name], changes.positions[lo:hi] - first, changes.values[lo:hi]
-                    )
+                    write_by_index(name, homes[name], changes.positions[lo:hi] - first, changes.values[lo:hi])
 
 
 def _shared(homes: _Homes) -> list[tuple[str, str]]:
@@ -249,7 +243,7 @@ def _shared(homes: _Homes) -> list[tuple[str, str]]:
     pairs = []
     for name, found in homes.items():
         for tensor in found:
-            first = seen.setdefault(_place(tensor), name)
+            first = seen.setdefault(place_of(tensor), name)
             if first != name:
                 pairs.append((first, name))
     return pairs
@@ -259,62 +253,4 @@ def _not_equal(first: str, second: str, position: Position) -> UsageError:
     return UsageError(
         f"tensors {first!r} and {second!r} share memory here, but are not equal in version {position.version}",
         hint="build the model without the tie",
-    )
-
-
-def _write_by_index(name: str, tensor: torch.Tensor, positions: Any, values: Any) -> None:
-    """Write through torch: any device, any strides."""
-    bits = _bits(tensor)
-    new = torch.from_numpy(values.view(_SIGNED[tensor.element_size()]).copy()).to(tensor.device)
-    if not tensor.dim():
-        bits.copy_(new.reshape(()))
-        return
-    index = tuple(
-        torch.from_numpy(i).to(tensor.device) for i in np.unravel_index(positions, tuple(tensor.shape))
-    )
-    bits[index] = new
-    if not torch.equal(bits[index], new):
-        raise Corrupt(
-            f"tensor {name!r} does not hold what was written to it", hint="somebody else writes to it"
-        )
-
-
-def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    if bool(is_traceable_wrapper_subclass(tensor)):  # bool: nothing is known of its type then
-        raise UsageError(
-            f"tensor {name!r} is a {type(tensor).__name__}, whose bits lie in other tensors",
-            hint="hand over plain tensors, such as its local part's or full_tensor()",
-        )
-    dtype = TORCH_NAMES.get(str(tensor.dtype).removeprefix("torch."))
-    if dtype is None or tensor.layout is not torch.strided or tensor.device.type == "meta":
-        raise UsageError(
-            f"tensor {name!r} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; "
-            "only dense tensors with data can be kept"
-        )
-    if (
-        tensor.is_conj()
-        or tensor.is_neg()
-        or any(not s and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
-    ):
-        raise UsageError(
-            f"tensor {name!r} is a lazy or expanded view; several elements of it are one in memory, or none",
-            hint="clone it",
-        )
-    return TensorSpec(name, dtype, tuple(tensor.shape))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_BITS[tensor.element_size()])
-
-
-def _is_addressable(tensor: torch.Tensor) -> bool:
-    return bool(tensor.is_cpu) and tensor.is_contiguous()
-
-
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (
-        tensor.device,
-        tensor.data_ptr() if tensor.numel() else id(tensor),
-        tuple(tensor.shape),
-        tensor.stride(),
     )

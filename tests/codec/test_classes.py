@@ -25,7 +25,8 @@ from weightcast.codec import (
 )
 from weightcast.codec import reference_classes as reference
 from weightcast.codec.classes import EXPONENTS
-from weightcast.codec.jit_classes import BLOCK
+from weightcast.codec.jit_classes import BLOCK, DEPOSITS
+from weightcast.codec.kernels_classes import list_bits, nth_by_deposit, nth_by_turns
 from weightcast.codec.lines import Lines
 from weightcast.schemas.dtypes import WIDTHS
 from weightcast.schemas.errors import Corrupt, UsageError
@@ -370,3 +371,20 @@ def refused_or_inside(found: FlatSpace, row: Row, base: Memory) -> None:
     assert 0 <= changes.positions[0] <= changes.positions[-1] < row.length
     old = bits_of(found, base)[changes.positions]
     assert np.all(changes.values != old)
+
+
+@pytest.mark.parametrize("nth", [nth_by_turns, *([nth_by_deposit] if DEPOSITS else [])])
+def test_the_nth_bit_of_a_word(nth: Any, rng: np.random.Generator) -> None:
+    for share in (0.02, 0.5, 1.0):
+        word = int.from_bytes(np.packbits(rng.random(64) < share).tobytes(), "little")
+        ones = [i for i in range(64) if word >> i & 1]
+        assert [int(nth(np.uint64(word), n)) for n in range(len(ones))] == [1 << i for i in ones]
+
+
+def test_bits_of_words_are_listed_and_gone() -> None:
+    words = np.array([0, 1, 2**63 | 5, 2**64 - 1, 0], np.uint64)
+    out = np.empty(68 + 1, np.int64)
+    assert list_bits(words, out) == 68
+    assert out[:68].tolist() == [64, 128, 130, 191, *range(192, 256)]
+    assert not words.any()
+    assert list_bits(words, out) == 0

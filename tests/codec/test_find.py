@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.codec import Interval, code, encode, find, kernels, kernels_find, reference
-from weightcast.codec.jit import GROUP, LANES, TAGS
+from weightcast.codec.digest import digest
+from weightcast.codec.jit import GROUP, TAGS
 from weightcast.codec.jit_find import COMPRESSES
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import UsageError
@@ -55,32 +56,45 @@ def test_changes_and_digests_are_those_of_the_reference(
 
 @pytest.mark.parametrize("name", NOTES)
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-@pytest.mark.parametrize("changes", [0, 1, 2, 3, 4, 17, 33, 63, 64])
-def test_a_group_is_noted_alike_by_all_means(
+@pytest.mark.parametrize("changes", [0, 1, 2, 3, 4, 15, 16, 17, 33, 63, 64])
+def test_groups_are_noted_alike_by_all_means(
     name: str, width: int, changes: int, rng: np.random.Generator
 ) -> None:
-    old = random_bits(width, GROUP, rng)
-    new = old.copy()
-    at = np.sort(rng.choice(GROUP, changes, replace=False))
-    new[at] ^= np.array(1, new.dtype)
+    """One group with so many changes, between others; and the digest of all of them."""
+    groups = 5
+    old = random_bits(width, groups * GROUP, rng)
+    new = change(old, 0.1, rng)
+    new[GROUP : 2 * GROUP] = old[GROUP : 2 * GROUP]
+    new[GROUP + rng.choice(GROUP, changes, replace=False)] ^= np.array(1, new.dtype)
+    at = np.flatnonzero(old != new)
     filled = 5  # entries that are there already
-    room = filled + 2 * GROUP
-    positions, olds, news = np.zeros(room, np.uint32), np.zeros(room, old.dtype), np.zeros(room, old.dtype)
-    sums = np.zeros(2 * LANES, np.uint64)
+    positions = np.zeros(filled + len(at) + 2 * GROUP, np.uint32)
     seed0, seed1 = np.uint64(rng.integers(1 << 63)), np.uint64(rng.integers(1 << 63))
-    end = NOTES[name](
-        np.uint64(old.ctypes.data), np.uint64(new.ctypes.data), seed0, seed1, np.uint64(sums.ctypes.data),
-        np.uint32(1000), positions, olds, news, filled, TAGS[width],
-    )  # fmt: skip
-    assert end == filled + changes
+    at_old, at_new = np.uint64(old.ctypes.data), np.uint64(new.ctypes.data)
+    end, *lanes = NOTES[name](
+        at_old, at_new, groups, seed0, seed1, np.uint32(1000), positions, filled, TAGS[width]
+    )
+    assert end == filled + len(at)
     assert np.array_equal(positions[filled:end], 1000 + at)
-    assert np.array_equal(olds[filled:end], old[at])
-    assert np.array_equal(news[filled:end], new[at])
     assert not positions[:filled].any()
-    assert not positions[filled + GROUP :].any()
-    assert not olds[filled + GROUP :].any()
-    lanes = kernels.digest_run(np.uint64(new.ctypes.data), 0, GROUP, seed0, seed1, TAGS[width])
-    assert (int(sums[:LANES].sum()), int(sums[LANES:].sum())) == tuple(map(int, lanes))
+    assert not positions[end + GROUP :].any()
+    expected = kernels.digest_run(at_new, 0, groups * GROUP, seed0, seed1, TAGS[width])
+    assert tuple(map(int, lanes)) == tuple(map(int, expected))
+
+
+@pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 1.0])
+def test_long_runs_are_compared_in_blocks(density: float, rng: np.random.Generator) -> None:
+    space = space_of(2, [(3 * kernels_find.BLOCK_GROUPS * GROUP + 77,)])
+    old = random_bits(2, space.elements, rng)
+    new = change(old, density, rng)
+    olds, news = memory_of(space, old), memory_of(space, new)
+    interval = Interval(space.dtype, 3, space.elements - 3)
+    found = find(space, news, olds, interval)
+    assert np.array_equal(found.positions, np.flatnonzero(old[3:] != new[3:]))
+    assert np.array_equal(found.olds, old[3:][found.positions])
+    assert np.array_equal(found.news, new[3:][found.positions])
+    assert found.digest == digest(space, news, interval)
+    assert found.change == found.digest - digest(space, olds, interval)
 
 
 @pytest.mark.parametrize("codec", ["gap", "class"])

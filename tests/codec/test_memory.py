@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.codec import Changes, Geometry, Memory, gather, merge, scatter
+from weightcast.codec import Changes, Geometry, Memory, gather, merge, put, scatter, threads
+from weightcast.codec.kernels_apply import WRITTEN
 from weightcast.schemas.errors import UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
 
@@ -108,6 +110,52 @@ def test_scatter_and_gather_reach_the_same_elements(width: int, lead: int, densi
     scatter(space, memory, Changes(space.dtype, at, values))
     bits[at] = values
     assert np.array_equal(bits_of(space, memory), bits)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [1, 3])
+def test_many_changes_are_spread_over_cores(
+    width: int, count: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    monkeypatch.setattr(threads, "workers", lambda: count)
+    monkeypatch.setattr("weightcast.codec.changes.SHARE", 700)
+    space = space_of(width, [(100,), (0,), (9000,), (), (70, 90)])
+    bits = random_bits(width, space.elements, rng)
+    at = np.flatnonzero(rng.random(space.elements) < 0.6)
+    assert len(at) > max(3 * 700, 2 * WRITTEN)
+    for write in (scatter, put):
+        memory, values = memory_of(space, bits, lead=1), random_bits(width, len(at), rng)
+        assert np.array_equal(gather(space, memory, at), bits[at])
+        assert write(space, memory, Changes(space.dtype, at, values)) is not False
+        new = bits.copy()
+        new[at] = values
+        assert np.array_equal(bits_of(space, memory), new)
+
+
+@pytest.mark.parametrize(
+    "write", [scatter, put, lambda space, memory, found: gather(space, memory, found.positions)]
+)
+def test_one_that_is_out_of_order_between_two_cores_is_seen(
+    write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "workers", lambda: 2)
+    monkeypatch.setattr("weightcast.codec.changes.SHARE", 1)
+    space = space_of(2, [(64,)])
+    memory = memory_of(space, np.zeros(64, np.uint16))
+    for at in ([*range(9, 18), *range(17, 26)], [*range(20, 29), *range(1, 10)]):  # 9 each
+        with pytest.raises(UsageError, match="not ascending"):
+            write(space, memory, Changes("BF16", np.array(at), np.ones(len(at), np.uint16)))
+    assert not bits_of(space, memory).any()
+
+
+def test_what_does_not_read_back_is_told(rng: np.random.Generator) -> None:
+    """Two tensors in one place: the second is what the first is found to be."""
+    space = space_of(2, [(5,), (5,)])
+    place = np.zeros(5, np.uint16)
+    memory = Memory.over(geometry_of(space), {"t00000": place, "t00001": place})
+    assert put(space, memory, Changes("BF16", np.array([1, 6]), np.array([7, 7], np.uint16)))
+    assert not put(space, memory, Changes("BF16", np.array([1, 6]), np.array([7, 8], np.uint16)))
+    assert put(space, memory, Changes.none(space))
 
 
 @pytest.mark.parametrize("at", [[-1], [4], [2, 2], [3, 1], [0, 1 << 62]])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.codec import FlatSpace, Move, Region, change_digest, places, simplify
+from weightcast.codec import FlatSpace, Move, Region, change_digest, places, simplify, threads
 from weightcast.codec.kernels_places import BLOCK
 from weightcast.codec.places import SHARE, Table, pieces
 from weightcast.schemas.digest import Digest
@@ -112,13 +112,13 @@ def simplify_into(source: Region, target: Region) -> tuple[Region, str, Region]:
     return source, "p", target
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("pick", [slice(None), slice(300, 800), slice(1, 1000, 7)])
 def test_moves_longer_than_any_block_and_share(
-    pick: slice, transposed: bool, threads: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+    pick: slice, transposed: bool, count: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
-    monkeypatch.setattr(places, "workers", lambda: threads)
+    monkeypatch.setattr(threads, "workers", lambda: count)
     monkeypatch.setattr(places, "PIECE_ELEMENTS", 70_001)
     move = matrix(600, 1000, pick=pick, transposed=transposed)
     engine = Engine(space_of(2, [(600, 1000), (50,)]), [move], rng)
@@ -178,7 +178,7 @@ def test_pieces_are_the_move_in_order(shape: tuple[int, ...], data: st.DataObjec
 
 
 def test_threads_are_as_many_as_the_cores_that_may_be_used() -> None:
-    assert places.workers() == min(4, len(os.sched_getaffinity(0)))
+    assert threads.workers() == min(4, len(os.sched_getaffinity(0)))
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])

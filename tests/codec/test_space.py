@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.codec import Geometry, Interval, reference
+from weightcast.codec import Geometry, Interval, joined, reference
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
@@ -41,6 +42,32 @@ def test_spaces_hold_untied_tensors_by_dtype_in_layout_order() -> None:
 def test_seeds_are_those_of_the_reference() -> None:
     space = space_of(4, [(), (0,), (2, 3)])
     assert [tuple(map(int, seed)) for seed in space.seeds] == [reference.seeds(spec) for spec in space.specs]
+
+
+@examples
+@given(
+    st.lists(st.integers(0, 70), min_size=1, max_size=30),
+    st.integers(SMALL, 40),
+    st.sets(st.integers(0, 20), max_size=3),
+)
+def test_joined_intervals_keep_what_they_are_made_of_whole(
+    sizes: list[int], most: int, gone: set[int]
+) -> None:
+    cut = [i for n, i in enumerate(space_of(2, [(s,) for s in sizes]).split(most, SMALL)) if n not in gone]
+    found = joined(cut, most)
+    inside = [[i for i in cut if f.start <= i.start and i.stop <= f.stop] for f in found]
+    assert [i for part in inside for i in part] == cut
+    for f, part in zip(found, inside, strict=True):
+        assert f.length == sum(i.length for i in part) <= most
+    for before, after in pairwise(inside):
+        follows = before[-1].stop == after[0].start
+        assert not follows or sum(i.length for i in before) + after[0].length > most
+    assert joined(cut, most, "class") == cut
+
+
+def test_intervals_of_two_dtypes_are_not_joined() -> None:
+    apart = [Interval("BF16", 0, 5), Interval("F16", 5, 5), Interval("F16", 10, 1)]
+    assert joined(apart, 40) == [Interval("BF16", 0, 5), Interval("F16", 5, 6)]
 
 
 @examples

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.codec import Geometry
+from weightcast.codec import Changes, Geometry, Memory, decode, scatter, update
 from weightcast.codec.boxes import Box, digest_box, encode_box
 from weightcast.codec.memory import UNSIGNED
 from weightcast.codec.update import update_box
@@ -66,3 +66,74 @@ def test_a_row_that_is_wrong_writes_nothing() -> None:
     with pytest.raises(UsageError, match="reaches into 2 tensors"):
         update_box(space, replace(row, tensors=2), old.ctypes.data)
     assert not old.any()
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(sorted(SPACES)),
+    st.sampled_from(BOXES),
+    st.sampled_from([None, "gap", "dense", "whole", "class"]),
+    st.floats(0.001, 0.4),
+    st.integers(0, 2**32 - 1),
+)
+def test_update_is_decode_and_scatter(
+    dtype: str, figures: tuple[int, int, int, int], coding: Coding | None, share: float, seed: int
+) -> None:
+    space = SPACES[dtype]
+    offset, length, run, stride = figures
+    box = Box(dtype, 7 + offset, length, run, stride)
+    random = np.random.default_rng(seed)
+    old = random.integers(0, 2**8, length).astype(UNSIGNED[space.width])
+    new = old.copy()
+    at = random.choice(length, max(1, int(share * length)), replace=False)
+    new[at] += random.integers(1, 2 ** (8 * space.width - 1), len(at)).astype(new.dtype)
+    geometry = Geometry(Layout.of(space.specs))
+    one, other = Memory.allocate(geometry), Memory.allocate(geometry)
+    for memory in (one, other):
+        scatter(space, memory, Changes(dtype, places_of(box), old))
+    try:
+        row = encode_box(space, box, new.ctypes.data, old.ctypes.data, coding=coding).row
+    except UsageError:
+        assert coding == "class"  # which not every dtype and density has
+        return
+    assert row is not None
+    changes, moved = decode(space, row, other)
+    room = Changes.room(space, row.count)
+    placed, again = decode(space, row, other, room=room)
+    assert placed is room
+    assert again == moved
+    assert np.array_equal(room.positions, changes.positions)
+    assert np.array_equal(room.values, changes.values)
+    scatter(space, other, changes)
+    same, before = update(space, row, one, keep=True)
+    assert same == moved
+    assert before is not None
+    assert np.array_equal(before.positions, changes.positions)
+    everything = np.zeros(space.elements, old.dtype)
+    everything[places_of(box)] = old
+    assert np.array_equal(before.values, everything[before.positions])
+    assert np.array_equal(one.flat(dtype), other.flat(dtype))
+    assert np.array_equal(one.flat(dtype)[places_of(box)], new)
+
+
+def places_of(box: Box) -> np.typing.NDArray[np.int64]:
+    """Flat elements of a box."""
+    j = np.arange(box.length)
+    run, stride = box.steps
+    return box.start + j // run * stride + j % run
+
+
+def test_update_leaves_what_may_not_be_written() -> None:
+    space = SPACES["BF16"]
+    old, new = np.zeros(3600, np.uint16), np.zeros(3600, np.uint16)
+    new[5] = 3
+    frozen = {spec.name: np.zeros(spec.shape, np.uint16) for spec in space.specs}
+    for part in frozen.values():
+        part.flags.writeable = False
+    memory = Memory.over(Geometry(Layout.of(space.specs)), frozen)
+    codings: tuple[Coding, ...] = ("gap", "dense")
+    for coding in codings:
+        row = encode_box(space, Box("BF16", 7, 3600), new.ctypes.data, old.ctypes.data, coding=coding).row
+        assert row is not None
+        with pytest.raises(UsageError, match="read-only"):
+            update(space, row, memory)

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.codec import Box, Changes, Geometry, Memory, crossings, gather, scatter, split_box
+from weightcast.codec import Box, Changes, Geometry, Memory, crossings, decode, gather, scatter, split_box
 from weightcast.manifest.commit import put_shard
 from weightcast.manifest.deltas import apply_directly, changed_positions, collect, fold
 from weightcast.manifest.inspect import show
 from weightcast.manifest.inspect.verify import verify
 from weightcast.manifest.rebuild import rebuild
-from weightcast.manifest.rowset import RowSet, ascending, concatenated
+from weightcast.manifest.rowset import Room, RowSet, ascending, concatenated
 from weightcast.manifest.store import open_store
 from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.shard import Row
@@ -272,3 +272,24 @@ def test_lists_across_each_other_become_one(found: list[set[int]]) -> None:
     assert np.array_equal(merged.positions, every)
     assert np.array_equal(merged.values, (every * 3).astype(np.uint16))
     assert np.array_equal(ascending([p.positions for p in parts]), every)
+
+
+def test_a_room_is_one_list_without_a_copy_if_rows_come_in_order() -> None:
+    author = author_of()
+    rows = author.box_rows(moved(author.tensors[0], 1), [Box("U16", at, 100) for at in range(0, 600, 100)])
+    geometry, base = copied(author)
+    assert len(rows) == 6
+    total = sum(r.count for r in rows)
+    plain, digest = collect(geometry, rows, base, POOL, {})
+    for order in (rows, rows[::-1]):
+        for expected in (total, total - 1, 0, 10 * total):
+            found, same = collect(geometry, order, base, POOL, {}, expected=expected)
+            assert same == digest
+            assert np.array_equal(found["U16"].positions, plain["U16"].positions)
+            assert np.array_equal(found["U16"].values, plain["U16"].values)
+    room = Room(geometry["U16"], total)
+    parts = [room.take(row) for row in rows]
+    for row, part in zip(rows, parts, strict=True):
+        decode(geometry["U16"], row, base, room=part)
+    assert np.shares_memory(room.filled().positions, parts[0].positions)
+    assert len(room.filled()) == total
