@@ -39,7 +39,7 @@ _FOLDER = click.Path(path_type=Path)
     help="Versions between two full proofs of the engine's weights.",
 )
 @click.option("--once", is_flag=True, help="Go to the newest version and stop.")
-@click.option("--poll", type=float, metavar="S", help="Seconds between two polls.")
+@click.option("--poll", type=float, metavar="S", help="Seconds between two polls, at most.")
 @click.option(
     "--max-lag",
     type=click.IntRange(min=0),

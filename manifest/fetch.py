@@ -3,52 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Final
 
-from weightcast.schemas.errors import Corrupt, WeightcastError
+from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.manifest import ShardRef, VersionManifest
 from weightcast.schemas.shard import Row, decode_shard
 
+from .parts import Part, cut
 from .store import Store
-
-LEAST_PART_BYTES: Final = 1 << 20
-"""Parts of a shard are no smaller: 1 MiB takes 8 ms at 1 Gbit/s, and each part costs a request."""
-
-MOST_PART_BYTES: Final = 8 << 20
-"""And no larger, so that what is lost with a connection, and what waits to be hashed, stays small."""
-
-_PARTS_A_CONNECTION: Final = 4
-"""Parts of a version for each connection: more than one, so that early shards are whole before the last ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The bytes from `start` to `stop` of an object."""
-
-    start: int
-    stop: int
-
-
-def cut(size: int, total: int, connections: int) -> list[Part]:
-    """How a shard is fetched: in one piece, or in parts of equal size.
-
-    Over a long link each connection starts slowly, so that a version of some MiB is spread over all of them.
-
-    Args:
-        size: bytes of the shard.
-        total: bytes of all shards of its version.
-        connections: requests that run at once.
-    """
-    wanted = min(max(total // (connections * _PARTS_A_CONNECTION), LEAST_PART_BYTES), MOST_PART_BYTES)
-    count = max(1, size // wanted)
-    bounds = [size * i // count for i in range(count + 1)]
-    return [Part(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 @dataclass
@@ -70,7 +36,7 @@ class _Shard:
     _hasher: hashlib._Hash = field(default_factory=hashlib.sha256)
     _hashing: threading.Lock = field(default_factory=threading.Lock)
     _changing: threading.Lock = field(default_factory=threading.Lock)
-    _futures: list[Future[None]] = field(default_factory=list)
+    _futures: list[Future[list[Row] | None]] = field(default_factory=list)
 
     def start(self, store: Store, pool: Executor) -> None:
         """Ask for all parts."""
@@ -81,7 +47,8 @@ class _Shard:
 
     def cancel(self) -> None:
         """Ask for no more."""
-        self.rows.cancel()
+        with self._changing:
+            self.rows.cancel()
         for future in self._futures:
             future.cancel()
 
@@ -95,42 +62,40 @@ class _Shard:
             self.ref = ref
             return True
 
-    def checked(self) -> list[Row]:
-        """The rows of a shard that a manifest names; waits for them.
+    def checked(self, ref: ShardRef) -> list[Row]:
+        """The rows of a shard that `ref` was found to name; waits for them.
 
         Raises:
             NotFound, StorageError: it could not be had.
             Corrupt: it is not what the manifest says.
         """
         rows = self.rows.result()
-        ref = self.ref
-        if ref is None or len(rows) != ref.rows or sum(r.count for r in rows) != ref.changed:
-            expected = ref.rows if ref else "nothing"
-            raise Corrupt(
-                f"shard {self.key} has {len(rows)} rows, its manifest says {expected}, or another number of changes"
-            )
+        if len(rows) != ref.rows or sum(r.count for r in rows) != ref.changed:
+            said = f"its manifest says {ref.rows}, or another number of changes"
+            raise Corrupt(f"shard {self.key} has {len(rows)} rows, {said}")
         return rows
 
-    def _ended(self, future: Future[None]) -> None:
-        if future.cancelled():  # a pool that was closed: nobody will ever settle it
-            self.rows.cancel()
-
-    def _fetch(self, store: Store, number: int) -> None:
-        if self.rows.done():
+    def _ended(self, future: Future[list[Row] | None]) -> None:
+        """A request is over. Whatever it ended with reaches those who wait for the rows."""
+        if future.cancelled():  # a pool that was closed: nobody else will ever settle it
+            with self._changing:
+                self.rows.cancel()
             return
-        try:
-            rows = self._whole(store) if len(self.parts) == 1 else self._part(store, number)
-        except WeightcastError as error:
-            self._settle(error)
-        else:
-            if rows is not None:
-                self._settle(rows)
+        outcome = future.exception() or future.result()
+        if outcome is not None:
+            self._settle(outcome)
 
-    def _settle(self, outcome: list[Row] | WeightcastError) -> None:
+    def _fetch(self, store: Store, number: int) -> list[Row] | None:
+        """What one request brings: the rows, if it was the last that was missing."""
+        if self.rows.done():
+            return None
+        return self._whole(store) if len(self.parts) == 1 else self._part(store, number)
+
+    def _settle(self, outcome: list[Row] | BaseException) -> None:
         with self._changing:
             if self.rows.done():
                 return
-            if isinstance(outcome, WeightcastError):
+            if isinstance(outcome, BaseException):
                 self.rows.set_exception(outcome)
             else:
                 self.rows.set_result(outcome)
@@ -197,15 +162,15 @@ class DeltaFetcher:
         self._connections = connections
         self._ahead: dict[str, _Shard] = {}
         self._held_bytes = 0  # sizes of the shards in `_ahead`
+        self._total = 0  # bytes of the last version that was asked for
 
     def prefetch(self, manifest: VersionManifest) -> None:
-        """Start fetching the first shards of `manifest`, as far as there is room; never blocks, raises
-        nothing.
-        """
+        """Start fetching the first shards of `manifest`, as far as there is room; never blocks."""
+        self._total = manifest.totals.bytes
         for ref in manifest.shards:
             if not self._has_room(ref.key, ref.size):
                 break
-            self._start(ref, manifest.totals.bytes)
+            self._start(ref)
 
     def expect(self, key: str, size: int) -> bool:
         """Start fetching a shard that no manifest names yet. False if there is no room for it.
@@ -215,7 +180,7 @@ class DeltaFetcher:
         if not self._has_room(key, size):
             return False
         if key not in self._ahead:
-            self._add(_Shard(key, size, cut(size, size, self._connections), None))
+            self._add(_Shard(key, size, cut(size, max(size, self._total), self._connections), None))
         return True
 
     def expected(self, key: str) -> list[Row] | None:
@@ -239,15 +204,15 @@ class DeltaFetcher:
             Corrupt: a shard is not what the manifest says, after a second fetch.
         """
         window: deque[ShardRef] = deque()
-        total = manifest.totals.bytes
+        self._total = manifest.totals.bytes
         try:
             for ref in manifest.shards:
                 while window and not self._has_room(ref.key, ref.size):
-                    yield from self._take(window.popleft(), total)
-                self._start(ref, total)
+                    yield from self._take(window.popleft())
+                self._start(ref)
                 window.append(ref)
             while window:
-                yield from self._take(window.popleft(), total)
+                yield from self._take(window.popleft())
         finally:
             for ref in window:
                 self._forget(ref.key)
@@ -260,25 +225,29 @@ class DeltaFetcher:
     def _has_room(self, key: str, size: int) -> bool:
         return key in self._ahead or self._held_bytes + size <= self._max_pending_bytes
 
-    def _start(self, ref: ShardRef, total: int) -> _Shard:
+    def _start(self, ref: ShardRef) -> _Shard:
         shard = self._ahead.get(ref.key)
         if shard is not None and not shard.name(ref):
             self._forget(ref.key)
             shard = None
         if shard is None:
-            shard = _Shard(ref.key, ref.size, cut(ref.size, total, self._connections), ref)
+            shard = _Shard(ref.key, ref.size, cut(ref.size, self._total, self._connections), ref)
             self._add(shard)
         return shard
 
     def _add(self, shard: _Shard) -> None:
         self._ahead[shard.key] = shard
         self._held_bytes += shard.size
-        shard.start(self._store, self._pool)
+        try:
+            shard.start(self._store, self._pool)
+        except BaseException:  # no thread to be had, say: nobody may wait for what was not asked for
+            self._forget(shard.key)
+            raise
 
-    def _take(self, ref: ShardRef, total: int) -> Iterator[Row]:
+    def _take(self, ref: ShardRef) -> Iterator[Row]:
         """The rows of a shard, which counts as held until the last of them is consumed."""
         try:
-            yield from self._start(ref, total).checked()
+            yield from self._start(ref).checked(ref)
         finally:
             self._forget(ref.key)
 

@@ -7,7 +7,6 @@ was fetched, and what they lead to is proved by digest like any other version. A
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor, Future, wait
@@ -21,9 +20,16 @@ from weightcast.schemas.errors import WeightcastError
 from weightcast.schemas.names import DATA_PREFIX, is_shard_key
 from weightcast.schemas.shard import Row
 
+from .rhythm import Rhythm
 from .target import Base
 
 _MOST_LISTED: Final = 10_000  # objects looked at below one version: a manifest of 1 MiB names no more
+
+DECODED_BYTES: Final = 512 << 20
+"""Changes decoded before their commit, at most: those of 5 billion bf16 elements at 1 %."""
+
+LISTINGS: Final = 4
+"""Listings on their way at once, at most: over 60 ms one can leave every 15 ms."""
 
 Decoded = tuple[Changes, Digest]
 
@@ -35,23 +41,29 @@ class Ahead:
         store: where shards appear.
         fetcher: holds those that are fetched, within its bound.
         pool: for decoding.
-        requests: for listing.
+        polls: for listing. Not those that shards are fetched with: a listing is not to stand behind them.
+        rhythm: is told when a shard appears.
         max_bytes: of decoded changes.
-
-    Attributes:
-        news_at: when a shard last appeared, by the monotonic clock.
     """
 
     def __init__(
-        self, store: Store, fetcher: DeltaFetcher, pool: Executor, requests: Executor, max_bytes: int
+        self,
+        store: Store,
+        fetcher: DeltaFetcher,
+        pool: Executor,
+        polls: Executor,
+        rhythm: Rhythm,
+        max_bytes: int = DECODED_BYTES,
     ) -> None:
         self._store = store
         self._fetcher = fetcher
         self._pool = pool
-        self._requests = requests
+        self._polls = polls
         self._max_bytes = max_bytes
-        self.news_at = -math.inf
-        self._listing: Future[list[Entry]] | None = None
+        self._rhythm = rhythm
+        self._version = -1
+        self._listings: list[Future[list[Entry]]] = []  # on their way, the last one asked for at the end
+        self._entries: list[Entry] = []  # of the version, as last listed
         self._listed_keys: set[str] = set()
         self._seen: set[str] = set()  # shards whose rows were dealt with
         self._base: tuple[Geometry, Base] | None = None
@@ -60,27 +72,34 @@ class Ahead:
 
     def ask(self, version: int) -> None:
         """Begin to list the shards of `version`, beside the request for its manifest."""
-        self._listing = self._requests.submit(self._listed, version)
+        if self._version != version:
+            self._version, self._listings = version, []
+        if len(self._listings) < LISTINGS:
+            self._listings.append(self._polls.submit(self._listed, version))
 
     def _listed(self, version: int) -> list[Entry]:
         prefix = f"{DATA_PREFIX}{version:012d}/"
         entries = itertools.islice(self._store.list(prefix), _MOST_LISTED)
         return sorted((e for e in entries if is_shard_key(e.key)), key=lambda entry: entry.key)
 
-    def take(self, base: Callable[[], tuple[Geometry, Base]]) -> None:
+    def take(self, base: Callable[[], tuple[Geometry, Base]], *, wait: bool) -> None:
         """The version is not committed: fetch what was listed, and decode what has come.
 
         Args:
             base: what the target holds; asked for once, when first needed.
+            wait: for listings on their way.
 
         Raises:
             StorageError: the listing failed.
         """
-        listing, self._listing = self._listing, None
-        entries = listing.result() if listing is not None else []
-        if any(entry.key not in self._listed_keys for entry in entries):
-            self._listed_keys, self.news_at = {entry.key for entry in entries}, time.monotonic()
-        for entry in entries:
+        ended = [listing for listing in self._listings if wait or listing.done()]
+        self._listings = [listing for listing in self._listings if listing not in ended]
+        for listing in ended:
+            self._entries = listing.result()
+        if any(entry.key not in self._listed_keys for entry in self._entries):
+            self._listed_keys = {entry.key for entry in self._entries}
+            self._rhythm.shard(time.monotonic())
+        for entry in self._entries:
             if not self._fetcher.expect(entry.key, entry.size):
                 break
             rows = None if entry.key in self._seen else self._fetcher.expected(entry.key)
@@ -122,4 +141,5 @@ class Ahead:
         wait(futures)
         self._decoded.clear()
         self._seen.clear()
+        self._entries, self._listings = [], []
         self._base, self._held_bytes = None, 0

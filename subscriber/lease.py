@@ -28,7 +28,7 @@ class Lease:
         self._every_s = settings.lease_s
         self._id = uuid.uuid4().hex
         self._renewed: float | None = None
-        self._version: int | None = None  # in the store
+        self._version: int | None = None  # last told, or tried to
         self._failed = False
 
     def renew(self, version: int, *, force: bool = False) -> None:

@@ -21,14 +21,15 @@ from weightcast.schemas.settings import SubscriberSettings
 
 from .ahead import Ahead
 from .attach import fetch_snapshot
+from .backlog import Backlog
+from .lookout import Lookout
 from .progress import Progress
+from .rhythm import Rhythm
 from .stage import stage, stage_relaid
 from .target import Base, Target
 
 log = logging.getLogger(__name__)
 
-_WIDEN: Final = 2  # manifests asked for at once grow by this factor while a reader catches up
-_MAX_WIDTH: Final = 32  # up to this many
 _MAX_AHEAD: Final = 256  # manifests read before they are applied
 _FLOOR_FROM: Final = 8  # versions of lag from which some may be pruned: then the floor is read
 
@@ -39,7 +40,7 @@ class Mover:
     Attributes:
         reader: the stream.
         attached: whether the target is known to hold what the progress says: proved, and not failed to change since.
-        found_at: when the newest version known was found, by the monotonic clock.
+        lookout: asks for the next manifest between two steps.
     """
 
     def __init__(
@@ -48,20 +49,24 @@ class Mover:
         target: Target,
         pool: Executor,
         requests: Executor,
+        polls: Executor,
         settings: SubscriberSettings,
         progress: Progress,
+        rhythm: Rhythm,
     ) -> None:
         self.reader = reader
         self.attached = False
-        self.found_at = time.monotonic()
+        self.lookout = Lookout(reader.manifest_bytes, polls, progress.answered)
+        self._backlog = Backlog(reader, self.lookout, requests)
         self._target = target
         self._pool = pool
         self._settings = settings
         self._progress = progress
         self._requests = requests
+        self._rhythm = rhythm
         self._fetcher = DeltaFetcher(reader.store, requests, settings.fetch_bytes, settings.connections)
         self._lagging = True  # whether there may be more than the next version
-        self._ahead = Ahead(reader.store, self._fetcher, pool, requests, settings.fold_bytes)
+        self._ahead = Ahead(reader.store, self._fetcher, pool, polls, rhythm)
         self._geometry: Geometry | None = None
         self._bad: dict[int, int] = {}  # failures by version
 
@@ -71,28 +76,31 @@ class Mover:
         self._forget()
         self._arrive(position)
 
-    @property
-    def expecting_since(self) -> float:
-        """When a shard of the next version last appeared, by the monotonic clock; with cut-through alone."""
-        return self._ahead.news_at
-
     def advance(self, at: Position, *, thorough: bool) -> bool:
         """One step forward from `at`, if there is one. `thorough`: look for newer ones behind a missing next one."""
-        run = self._read_ahead(at, _MAX_AHEAD if thorough or self._lagging else 1)
-        self.found_at = time.monotonic()
+        self._list_ahead(at)
+        # Who is not known to lag takes the next one alone, and asks for more once that is applied.
+        run = self._backlog.after(at, _MAX_AHEAD if thorough or self._lagging else 1)
+        looked_at = time.monotonic()
         self._lagging = bool(run)  # the next poll tells
         self._look_ahead(at, run)
         head = run[-1].version if run else at.version
         if len(run) >= _MAX_AHEAD or (not run and thorough):
             head = max(head, self.reader.head() or head)
         self._progress.saw_head(head)
+        self._rhythm.found(head, looked_at)
         if head == at.version:
             return False
-        self._move(at, run, head)
+        try:
+            self._move(at, run, head)
+        except BaseException:
+            self._backlog.forget()  # there may be newer ones when it is tried again
+            raise
         return True
 
     def _forget(self) -> None:
-        """Forget what was fetched and decoded ahead."""
+        """Forget what was read, fetched and decoded ahead."""
+        self._backlog.forget()
         self._ahead.drop()
         self._fetcher.drop()
 
@@ -116,41 +124,34 @@ class Mover:
         )
         self._arrive(position)
 
-    def _read_ahead(self, at: Position, most: int) -> list[Position]:
-        """The versions after `at`, as far as they exist: one request if there is none.
-
-        A reader that is not known to lag takes the next one alone, and asks for more once that is applied.
-        """
-        if self._settings.cut_through:
-            self._ahead.ask(at.version + 1)
-        chain = self.reader.chain(at)
-        run: list[Position] = []
-        width = 1
-        while len(run) < most:
-            first = at.version + 1 + len(run)
-            for data in self._manifests(range(first, first + width)):
-                if data is None:
-                    return run
-                run.append(chain.extend(data))
-            width = min(width * _WIDEN, _MAX_WIDTH)
-        return run
-
     def _look_ahead(self, at: Position, run: Sequence[Position]) -> None:
         """With cut-through: go on with what is not committed yet, or see what of it is."""
         if run:
             self._fetcher.settle(run[0].manifest)
         elif self._settings.cut_through:
-            self._ahead.take(lambda: self._base(at))
+            self._ahead.take(lambda: self._base(at), wait=True)
 
-    def _manifests(self, versions: range) -> list[bytes | None]:
-        if len(versions) == 1:
-            return [self.reader.manifest_bytes(versions[0])]
-        return list(self._requests.map(self.reader.manifest_bytes, versions))
+    def glance(self, at: Position) -> None:
+        """Between two steps: ask for the next manifest; with cut-through, take what has come of its shards.
+
+        Raises:
+            StorageError, Corrupt: as the next step will find, too.
+        """
+        self.lookout.ask(at.version + 1)
+        if self._settings.cut_through:
+            with self._target.exclusive():
+                self._ahead.take(lambda: self._base(at), wait=False)
+            self._list_ahead(at)
+
+    def _list_ahead(self, at: Position) -> None:
+        """With cut-through: list the shards of the next version, if it is due."""
+        if self._settings.cut_through and self._rhythm.is_due(time.monotonic()):
+            self._ahead.ask(at.version + 1)
 
     def _move(self, at: Position, run: Sequence[Position], head: int) -> None:
         """Go from `at` towards `head`, by the deltas of `run` or by a snapshot, whichever costs less."""
-        far = len(run) >= _FLOOR_FROM
-        usable = usable_deltas(run, self.reader.floor() if far or not run else 0)
+        far = not run or len(run) >= _FLOOR_FROM
+        usable = usable_deltas(run, self.reader.floor() if far else 0)
         ready = list(itertools.takewhile(lambda p: p.version in usable, run))
         if len(ready) < len(run) or not run or self._snapshot_pays(at, usable, head):
             try:
@@ -193,9 +194,7 @@ class Mover:
                 raise (gap if pruned else error) from error
 
     def _is_out_of_reach(self, at: Position, position: Position) -> bool:
-        """Whether `position` has another layout, whose new tensors start as zeros, and the target's bits only can be
-        read.
-        """
+        """Whether it has another layout, whose new tensors start as zeros, and the target's bits can only be read."""
         return position.manifest.layout != at.manifest.layout and not isinstance(self._base(at)[1], Memory)
 
     def _jump_over(self, position: Position, head: int) -> None:
@@ -273,9 +272,8 @@ class Mover:
         same = at is not None and position.manifest.files == at.manifest.files
         listed = [] if same else self.reader.files(position.manifest.files).files
         fetch = self.reader.store.fetch
-        self._target.companions(
-            {f.name: fetch(file_key(f.sha256), size=f.size, sha256=f.sha256) for f in listed}
-        )
+        found = {f.name: fetch(file_key(f.sha256), size=f.size, sha256=f.sha256) for f in listed}
+        self._target.companions(found)
 
     def _arrive(self, position: Position, geometry: Geometry | None = None) -> None:
         """The target holds `position`."""

@@ -93,6 +93,11 @@ class Progress:
             elif self._behind_since is None:
                 self._behind_since = time.monotonic()
 
+    def answered(self) -> None:
+        """The store answered that there is nothing new."""
+        with self._changed:
+            self._checked = time.monotonic()
+
     def arrived(self, position: Position) -> None:
         """`position` is applied."""
         with self._changed:

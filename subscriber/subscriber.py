@@ -18,11 +18,13 @@ from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import Corrupt, NotFound, Unsupported, Untrusted, UsageError, WeightcastError
 from weightcast.schemas.settings import SubscriberSettings
 
+from .ahead import LISTINGS
 from .attach import attach
 from .lease import Lease
+from .lookout import Lookout
 from .mover import Mover
 from .progress import Progress, Status
-from .rhythm import Rhythm, backoff_s, soon_s, spread_s
+from .rhythm import AT_ONCE, Rhythm, backoff_s, spread_s
 from .target import Target, mark_of
 
 log = logging.getLogger(__name__)
@@ -30,8 +32,8 @@ log = logging.getLogger(__name__)
 _LOOK_AROUND: Final = (
     30  # polls without news after which it is checked that the next version is not just missing
 )
-_ON_ITS_WAY_S: Final = (
-    2.0  # after a shard appeared, its version is polled for fast for so long: a publisher may have died
+_PUT_OFF_S: Final = (
+    2.0  # so long a step waits while the next version is due any moment, and is asked for without it
 )
 _SETTLE_S: Final = (
     5.0  # a document that is not valid may still be in the writing, on file systems that show that
@@ -66,6 +68,7 @@ class Subscriber:
         self._store = store or open_store(root)
         self._pool = ThreadPoolExecutor(self.settings.threads, "weightcast-subscribe")
         self._requests = ThreadPoolExecutor(self.settings.connections, "weightcast-fetch")
+        self._polls = ThreadPoolExecutor(AT_ONCE + LISTINGS, "weightcast-poll")
         self._progress = Progress(self.settings.max_lag)
         self._mover: Mover | None = None
         self._lease = Lease(self._store, self.settings)
@@ -150,7 +153,7 @@ class Subscriber:
             if at is not None:  # only now: who is told may yet have to load it
                 self._renew(at.version)
             if not moved:
-                self._sleep(stop, self._pause(failures, time.monotonic() - began))
+                self._rest(stop, failures)
 
     def wait_for(self, version: int, timeout: float | None = None) -> int:
         """Wait until `version` or a later one is applied (by `follow` in another thread), and return which.
@@ -166,7 +169,7 @@ class Subscriber:
         self._closed = True
         with self._working:
             self._progress.ended(UsageError("the subscriber was closed"))
-            for pool in (self._requests, self._pool):
+            for pool in (self._polls, self._requests, self._pool):
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -197,14 +200,20 @@ class Subscriber:
                     if mark is None:
                         self._progress.torn()  # it had one: what it holds now is anybody's guess
                     return self._attach(mover)
-                moved = mover.advance(at, thorough=thorough)
-                if self._progress.head is not None:
-                    self._rhythm.found(self._progress.head, mover.found_at)
-                return moved
+                return mover.advance(at, thorough=thorough)
 
     def _open(self) -> Mover:
         reader = StreamReader.open(self._store)
-        self._mover = Mover(reader, self.target, self._pool, self._requests, self.settings, self._progress)
+        self._mover = Mover(
+            reader,
+            self.target,
+            self._pool,
+            self._requests,
+            self._polls,
+            self.settings,
+            self._progress,
+            self._rhythm,
+        )
         return self._mover
 
     def _attach(self, mover: Mover) -> bool:
@@ -232,22 +241,48 @@ class Subscriber:
             raise error
         log.warning("not moving on from version %s: %s", self.version, error)
 
-    def _sleep(self, stop: threading.Event, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while (
-            (left := until - time.monotonic()) > 0 and not self._closed and not stop.wait(min(left, _SLICE_S))
-        ):
-            pass
+    def _rest(self, stop: threading.Event, failures: int) -> None:
+        """Pause until the next step. Meanwhile the next manifest alone is asked for, as often as the rhythm says; as
+        soon as it is there the pause ends.
+        """
+        poll_s, mover, at = self.settings.poll_s, self._mover, self._progress.at
+        until = time.monotonic() + spread_s(backoff_s(poll_s, failures), random.random())
+        while not (stop.is_set() or self._closed):
+            left = until - time.monotonic()
+            if failures or mover is None or at is None:
+                self._sleep(stop, left)
+                return
+            lookout = mover.lookout
+            pause = self._rhythm.pause_s(poll_s, time.monotonic(), lookout.request_s)
+            due_now = pause < lookout.request_s and left > -_PUT_OFF_S
+            if pause >= poll_s or (pause >= left and not due_now):
+                self._sleep(stop, left, lookout)
+                return
+            if self._sleep(stop, spread_s(pause, random.random()), lookout) or not self._glance(mover, at):
+                return
 
-    def _pause(self, failures: int, poll_took_s: float) -> float:
-        """Seconds to the next poll."""
-        poll_s = self.settings.poll_s
-        if failures:
-            return spread_s(backoff_s(poll_s, failures), random.random())
-        now = time.monotonic()
-        if self._mover is not None and now - self._mover.expecting_since < _ON_ITS_WAY_S:
-            return spread_s(soon_s(poll_s, poll_took_s), random.random())
-        return spread_s(self._rhythm.pause_s(poll_s, now, poll_took_s), random.random())
+    def _sleep(self, stop: threading.Event, seconds: float, lookout: Lookout | None = None) -> bool:
+        """Sleep, unless told to stop. True, at once, if `lookout` has news."""
+        until = time.monotonic() + seconds
+        while not (self._closed or stop.is_set()):
+            left = max(0.0, min(until - time.monotonic(), _SLICE_S))
+            waiting = lookout is not None and lookout.waiting
+            if lookout is not None and lookout.wait(left if waiting else 0.0):
+                return True
+            if left <= 0 or (not waiting and stop.wait(left)):
+                break
+        return False
+
+    def _glance(self, mover: Mover, at: Position) -> bool:
+        """See what there is of the next version. False if the next step has to find out why that failed."""
+        with self._working:  # which `close` holds while it ends the threads
+            if self._closed:
+                return False
+            try:
+                mover.glance(at)
+            except WeightcastError:
+                return False
+        return True
 
     def _renew(self, version: int) -> None:
         """Renew the lease while versions are waited for: its request keeps nobody up."""

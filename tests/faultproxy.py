@@ -63,7 +63,7 @@ class Fault:
 
 class FaultProxy:
     """Listens on a free port of 127.0.0.1 and forwards to one upstream. `requests` holds the request lines
-    seen.
+    seen, `callers` the client's port of each.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -72,6 +72,7 @@ class FaultProxy:
         self._lock = threading.Lock()
         self._ready = threading.Event()
         self.requests: list[str] = []
+        self.callers: list[int] = []
         self.port = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="fault-proxy", daemon=True)
@@ -92,6 +93,7 @@ class FaultProxy:
         with self._lock:
             self._faults.clear()
             self.requests.clear()
+            self.callers.clear()
 
     def __enter__(self) -> FaultProxy:
         self._thread.start()
@@ -118,18 +120,20 @@ class FaultProxy:
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
-    def _fault(self, head: str) -> Fault | None:
+    def _fault(self, head: str, caller: int) -> Fault | None:
         with self._lock:
+            self.callers.append(caller)
             self.requests.append(head.split("\n", 1)[0])
             return next((fault for fault in self._faults if fault.claims(head)), None)
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One client connection, any number of requests."""
         upstream: asyncio.StreamWriter | None = None
+        caller = int(writer.get_extra_info("peername")[1])
         try:
             source: asyncio.StreamReader | None = None
             while (head := await _head(reader)) is not None:
-                fault = self._fault(head.decode("latin-1").replace("\r\n", "\n"))
+                fault = self._fault(head.decode("latin-1").replace("\r\n", "\n"), caller)
                 if re.search(rb"(?i)\r\nexpect:\s*100-continue", head):
                     writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                     head = re.sub(rb"(?i)\r\nexpect:\s*100-continue", b"", head)

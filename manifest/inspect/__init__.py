@@ -173,7 +173,8 @@ def status(reader: StreamReader, now: datetime, *, threads: int = THREADS) -> St
 def lags(reader: StreamReader, now: datetime) -> tuple[ReaderStatus, ...]:
     """How far each known subscriber is behind the head, as of its last lease; the one furthest behind first.
 
-    A subscriber renews its lease every `lease_s` seconds, and after each `once`; one that died leaves its last.
+    A subscriber renews its lease every `lease_s` seconds, with each version, too, and after each `once`; one that
+    died leaves its last.
     """
     return _lags(reader, reader.head(), now)
 

@@ -30,7 +30,6 @@ __all__ = ["Problem", "Progress", "VerifyReport", "verify"]
 
 Placed = tuple[FlatSpace, Box]
 """The elements of a row, and the space that they are in."""
-"""(dtype, first element, end element) of a row."""
 
 
 @dataclass(frozen=True, slots=True)

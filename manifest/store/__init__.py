@@ -175,7 +175,11 @@ def _made(location: Location, settings: StoreSettings, option: str) -> Callable[
         if location.scheme == "s3":
             from .s3 import S3Backend, s3_filesystem
 
-            return lambda: S3Backend(s3_filesystem(location, settings), settings)
+            def made() -> Backend:
+                fs, bulk = (s3_filesystem(location, settings) for _ in range(2))
+                return S3Backend(fs, bulk, settings)
+
+            return made
     except ImportError as error:
         package = _PLUGINS[location.scheme]
         raise UsageError(
@@ -219,5 +223,5 @@ def _given(fs: AbstractFileSystem, location: Location, settings: StoreSettings) 
     if "s3" in protocols:
         from .s3 import S3Backend
 
-        return lambda: S3Backend(current(), settings)
+        return lambda: S3Backend(fs := current(), fs, settings)
     return lambda: GenericBackend(current() if fs.async_impl else fs, location.scheme)

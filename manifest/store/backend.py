@@ -47,9 +47,9 @@ class Backend(Protocol):
     def classify(self, error: Exception) -> Failure:
         """Judge one of `errors`."""
 
-    def read(self, path: str, start: int, stop: int | None = None) -> Generator[bytes]:
+    def read(self, path: str, start: int, stop: int | None = None, *, bulk: bool = False) -> Generator[bytes]:
         """The object's bytes from `start` on, up to `stop` if it is given, in pieces of at most a few MiB.
-        Closing the iterator ends the request. A store that ignores `stop` gives more.
+        Closing the iterator ends the request. A store that ignores `stop` gives more. `bulk`: many are expected.
         """
 
     def write(self, path: str, data: bytes) -> None:

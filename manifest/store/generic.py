@@ -91,7 +91,7 @@ class GenericBackend:
                 return Failure(Kind.DAMAGED, type(error).__name__)
         return classify(error)
 
-    def read(self, path: str, start: int, stop: int | None = None) -> Generator[bytes]:
+    def read(self, path: str, start: int, stop: int | None = None, *, bulk: bool = False) -> Generator[bytes]:
         """Ranges, one after the other, until one comes back short. An object must not be overwritten
         meanwhile.
         """

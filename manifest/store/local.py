@@ -114,7 +114,7 @@ class LocalBackend:
         """By errno."""
         return classify(error)
 
-    def read(self, path: str, start: int, stop: int | None = None) -> Generator[bytes]:
+    def read(self, path: str, start: int, stop: int | None = None, *, bulk: bool = False) -> Generator[bytes]:
         """Through one open file: a file that is replaced meanwhile is read to its old end."""
         with open(path, "rb") as file:
             file.seek(start)

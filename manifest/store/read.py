@@ -169,7 +169,7 @@ def _pieces(
     budget, got, done = retrier.budget(), start, False
     while not done:
         backend = retrier.backend()
-        with closing(backend.read(path, got, stop)) as stream:
+        with closing(backend.read(path, got, stop, bulk=True)) as stream:
             while True:
                 try:
                     piece = next(stream, b"")

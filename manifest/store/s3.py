@@ -146,8 +146,18 @@ class S3Upload:
 CONTENT_TYPE: Final = "application/octet-stream"
 
 
+BULK_BYTES: Final = 1 << 16
+"""Bodies from here on are sent over the connections for bulk."""
+
+
 class S3Backend:
-    """An S3 or S3-compatible store."""
+    """An S3 or S3-compatible store.
+
+    Args:
+        fs: for small requests.
+        bulk: for those that carry many bytes, over connections of its own: on a long link one that only saw small
+            requests starts slowly, and one that waits for the answer to a poll is not there for a shard.
+    """
 
     errors: tuple[type[Exception], ...] = (
         OSError,
@@ -157,10 +167,10 @@ class S3Backend:
         aiohttp.ClientError,
     )
 
-    def __init__(self, fs: s3fs.S3FileSystem, settings: StoreSettings) -> None:
+    def __init__(self, fs: s3fs.S3FileSystem, bulk: s3fs.S3FileSystem, settings: StoreSettings) -> None:
         self.fs = fs
+        self._bulk = bulk
         self._page_size = settings.list_page
-        self._timeout_s = settings.deadline_s
 
     def classify(self, error: Exception) -> Failure:
         """By HTTP status, then by botocore's and aiohttp's types."""
@@ -178,9 +188,10 @@ class S3Backend:
             return Failure(Kind.TRANSIENT, type(error).__name__)
         return classify(error)
 
-    def read(self, path: str, start: int, stop: int | None = None) -> Generator[bytes]:
+    def read(self, path: str, start: int, stop: int | None = None, *, bulk: bool = False) -> Generator[bytes]:
         """One GET, streamed; the client checks length and, for a whole object, the stored checksum."""
-        body, piece = sync(self.fs.loop, self._open, path, start, stop)
+        fs = self._bulk if bulk else self.fs
+        body, piece = sync(self.fs.loop, self._open, fs, path, start, stop)
         try:
             while piece:
                 yield piece
@@ -190,11 +201,13 @@ class S3Backend:
         finally:
             sync(self.fs.loop, self._close, body)
 
-    async def _open(self, path: str, start: int, stop: int | None) -> tuple[Any, bytes]:
-        bucket, key, _ = self.fs.split_path(path)
+    async def _open(
+        self, fs: s3fs.S3FileSystem, path: str, start: int, stop: int | None
+    ) -> tuple[Any, bytes]:
+        bucket, key, _ = fs.split_path(path)
         last = "" if stop is None else stop - 1
         extra = {"Range": f"bytes={start}-{last}"} if start or stop is not None else {}
-        answer = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, **extra)
+        answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, **extra)
         body = answer["Body"]
         try:
             return body, await self._fill(body)
@@ -225,13 +238,14 @@ class S3Backend:
 
     def _put(self, path: str, data: bytes, mode: str) -> None:
         cache = {"CacheControl": "no-cache"} if path.endswith(".json") else {}
-        self.fs.pipe_file(
+        fs = self._bulk if len(data) >= BULK_BYTES else self.fs
+        fs.pipe_file(
             path, bytes(data), chunksize=SINGLE_PUT_BYTES, mode=mode, ContentType=CONTENT_TYPE, **cache
         )
 
     def upload(self, path: str) -> S3Upload:
         """A multipart upload."""
-        return S3Upload(self.fs, path)
+        return S3Upload(self._bulk, path)
 
     def size(self, path: str) -> int:
         """One HEAD."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightcast.codec import Changes, FlatSpace, Geometry, Move, places, simplify
+from weightcast.codec import Changes, FlatSpace, Geometry, Move, places, simplify, threads
 from weightcast.codec.memory import UNSIGNED
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, UsageError
@@ -221,7 +221,7 @@ class LiveWeights:
         """
         self.check()
         self._sound = False
-        with ThreadPoolExecutor(places.workers()) as pool:
+        with ThreadPoolExecutor(threads.workers()) as pool:
             for name, numbers in self._by_tensor().items():
                 bits = source(name)
                 if bits is not None:

@@ -122,7 +122,8 @@ class Author:
         shards = [
             put_shard(self.store, version, self.writer.name, i, group) for i, group in enumerate(groups)
         ]
-        return self.commit(tensors, shards=shards, files=files, features=sorted(features_of(rows)))
+        features = set[str]().union(*map(features_of, groups))
+        return self.commit(tensors, shards=shards, files=files, features=sorted(features))
 
     def rows(
         self,

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.manifest.fetch import LEAST_PART_BYTES, MOST_PART_BYTES, DeltaFetcher, Part, cut
+from weightcast.manifest.fetch import DeltaFetcher
+from weightcast.manifest.parts import LEAST_PART_BYTES, MOST_PART_BYTES, Part, cut
 from weightcast.manifest.store import Store, StoreSettings, open_store
 from weightcast.schemas.errors import Corrupt, NotFound
 from weightcast.schemas.manifest import VersionManifest
@@ -41,8 +42,11 @@ def test_parts_are_the_shard(size: int, more: int, connections: int) -> None:
     ("size", "total", "connections", "parts"),
     [
         (MIB, 100 * MIB, 16, 1),
-        (2 * MIB - 1, 2 * MIB, 16, 1),
-        (8 * MIB, 8 * MIB, 16, 8),
+        (100_000, 100_000, 16, 1),
+        (MIB // 2, MIB // 2, 16, 4),
+        (2 * MIB, 2 * MIB, 16, 16),
+        (MIB, 8 * MIB, 16, 2),
+        (8 * MIB, 8 * MIB, 16, 16),
         (16 * MIB, 128 * MIB, 16, 8),
         (16 * MIB, 1024 * MIB, 16, 2),
         (512 * MIB, 512 * MIB, 16, 64),
@@ -107,9 +111,9 @@ def test_parts_in_any_order_are_the_same_rows(late: dict[int, float]) -> None:
     author = large(fresh())
     store = Parts(author.store, late=late)
     assert rows(store, manifest_of(author)) == expected(author)
-    shards = manifest_of(author).shards
+    shards, total = manifest_of(author).shards, manifest_of(author).totals.bytes
     biggest = max(shards, key=lambda s: s.size)
-    assert sorted(store.parts, key=lambda p: p.start) == cut(biggest.size, biggest.size, 4)
+    assert sorted(store.parts, key=lambda p: p.start) == cut(biggest.size, total, 4)
     assert [key for kind, key in store.calls if kind == "fetch"] == [
         s.key for s in shards if s is not biggest
     ]
@@ -169,6 +173,72 @@ def test_what_is_held_is_given_back_however_it_ends() -> None:
     fetcher.expect(manifest_of(author).shards[0].key, manifest_of(author).shards[0].size)
     fetcher.settle(None)
     assert (fetcher._held_bytes, fetcher._ahead) == (0, {})
+
+
+@dataclass
+class Broken(CountingStore):
+    """The first requests end with what no store should raise."""
+
+    error: type[BaseException] = RuntimeError
+    times: int = 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("fetch", "fetch_part") and self.times:
+            self.times -= 1
+            raise self.error("told to fail")
+        return super().__getattr__(name)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("connections", [4, 1 << 20])
+def test_whatever_a_request_ends_with_reaches_who_waits_for_its_rows(
+    error: type[BaseException], connections: int
+) -> None:
+    """In parts, and in one piece: a request that ends otherwise than stores do is not waited for for ever."""
+    author = large(fresh())
+    store = Broken(author.store, error=error)
+    with pytest.raises(error, match="told to fail"):
+        rows(store, manifest_of(author), connections)
+    assert rows(store, manifest_of(author), connections) == expected(author)
+
+
+def test_an_expected_shard_that_no_memory_was_left_for_is_fetched_for_its_manifest() -> None:
+    author = large(fresh())
+    manifest = manifest_of(author)
+    fetcher = DeltaFetcher(Broken(author.store, error=MemoryError, times=1 << 30), POOL, 1 << 30, 4)
+    for ref in manifest.shards:
+        assert fetcher.expect(ref.key, ref.size)
+    with pytest.raises(MemoryError):
+        list(fetcher.rows(manifest))
+    fetcher = DeltaFetcher(Broken(author.store, error=MemoryError, times=3), POOL, 1 << 30, 4)
+    for ref in manifest.shards:
+        assert fetcher.expect(ref.key, ref.size)
+    while not all(shard.rows.done() for shard in fetcher._ahead.values()):
+        time.sleep(0.01)
+    assert list(fetcher.rows(manifest)) == expected(author)
+
+
+class NoThreads(ThreadPoolExecutor):
+    """Has no thread for one of its jobs."""
+
+    left = 2
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("can't start new thread")
+        return super().submit(*args, **kwargs)
+
+
+def test_a_shard_that_could_not_be_asked_for_is_not_waited_for() -> None:
+    author = large(fresh())
+    with NoThreads(4) as pool:
+        fetcher = DeltaFetcher(author.store, pool, 1 << 30, 4)
+        with pytest.raises(RuntimeError, match="thread"):
+            list(fetcher.rows(manifest_of(author)))
+        fetcher.drop()
+        assert (fetcher._held_bytes, fetcher._ahead) == (0, {})
+        assert list(fetcher.rows(manifest_of(author))) == expected(author)
 
 
 def test_an_expected_shard_is_handed_out_for_its_manifest_alone() -> None:

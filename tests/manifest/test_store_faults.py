@@ -494,3 +494,24 @@ def test_an_empty_poll_is_one_request(open_faulty: Open, fault_proxy: FaultProxy
     store.put("c", b"1")
     list(store.list(""))
     assert methods(fault_proxy) == ["GET", "GET", "PUT", "PUT", "GET"]
+
+
+def test_many_bytes_go_over_connections_that_small_requests_leave_alone(
+    open_faulty: Open, fault_proxy: FaultProxy
+) -> None:
+    """One that only saw polls would start slowly on a long link, and one that waits for a poll is not there."""
+    store = open_faulty()
+    large, small = bytes(1 << 20), b"{}"
+    store.put("data/1", large)
+    store.put("versions/1.json", small)
+    store.create("versions/2.json", small)
+    for _ in range(3):
+        store.fetch("data/1", size=len(large), sha256=sha256(large))
+        store.get("versions/1.json", max_bytes=100)
+        store.fetch_part("data/1", start=0, stop=1 << 19)
+        list(store.list("data/"))
+    used: dict[bool, set[int]] = {True: set(), False: set()}
+    for line, caller in zip(fault_proxy.requests, fault_proxy.callers, strict=True):
+        used["/data/1" in line].add(caller)
+    assert len(used[True]) == len(used[False]) == 1, "and they are kept"
+    assert used[True].isdisjoint(used[False])

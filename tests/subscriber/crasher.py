@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from weightcast.subscriber import (
     CheckpointFolder,
     Subscriber,
     SubscriberSettings,
+    ahead,
     folder,
     folder_files,
     folder_ties,
@@ -38,14 +40,16 @@ class Crash:
         self.at = at
         self.done = 0
         self.log = log
+        self._lock = threading.Lock()
 
     def step(self, what: str) -> None:
         """Something is about to be done."""
-        if self.done == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.done += 1
-        with self.log.open("a") as file:
-            file.write(what + "\n")
+        with self._lock:
+            if self.done == self.at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.done += 1
+            with self.log.open("a") as file:
+                file.write(what + "\n")
 
     def wrap(self, owner: Any, name: str) -> None:
         """Make each call of `owner.name` a step."""
@@ -99,6 +103,18 @@ def run(job: dict[str, Any]) -> None:
     Subscriber("", target, SubscriberSettings(threads=1, lease=False), store=store).once()
 
 
+def follow(job: dict[str, Any]) -> None:
+    """Follow with cut-through to version `until`, or die on the way: steps are shards fetched and rows decoded ahead."""
+    store = open_store(job["root"])
+    crash = Crash(job["at"], Path(job["log"]))
+    crash.wrap(store, "fetch_part")
+    crash.wrap(ahead, "decode")
+    settings = SubscriberSettings(threads=2, lease=False, poll_s=0.02, cut_through=True)
+    for position in Subscriber("", CheckpointFolder(job["folder"]), settings, store=store).follow():
+        if position.version == job["until"]:
+            return
+
+
 def warm_up() -> None:
     """Load the kernels once for all children."""
     geometry = Geometry(
@@ -122,7 +138,7 @@ def main() -> None:
         child = os.fork()
         if not child:
             try:
-                run(job)
+                (follow if "until" in job else run)(job)
             except BaseException:  # noqa: BLE001  whatever it is, the parent shall see it
                 traceback.print_exc()
                 os._exit(1)

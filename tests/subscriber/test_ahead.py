@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from weightcast.codec import FlatSpace, decode
+from weightcast.manifest import deltas
 from weightcast.manifest.stream import StreamReader
 from weightcast.publisher import Publisher, PublisherSettings
 from weightcast.schemas.errors import Conflict
 from weightcast.schemas.names import version_key
-from weightcast.subscriber import CheckpointFolder, Subscriber, Tensors
+from weightcast.schemas.shard import Row, decode_shard
+from weightcast.subscriber import CheckpointFolder, Subscriber, Tensors, ahead, rhythm
 
 from ..faultstore import FaultStore, Hold
 from .conftest import Trainer
@@ -68,6 +74,12 @@ def until(true: Callable[[], object], within_s: float = 20) -> None:
 def early(store: FaultStore, version: int = 1) -> list[str]:
     """Shards of a version that were asked for without a manifest."""
     return [key for key in store.keys("fetch_part") if key.startswith(f"data/{version:012d}/")]
+
+
+def early_rows(store: FaultStore, version: int = 1) -> list[Row]:
+    """All rows below a version, committed or not."""
+    keys = [e.key for e in store.inner.list(f"data/{version:012d}/")]
+    return [row for key in keys for row in decode_shard(store.inner.get(key, max_bytes=1 << 30), key)]
 
 
 def named(store: FaultStore, version: int = 1) -> list[str]:
@@ -186,12 +198,12 @@ def test_what_does_not_fit_is_fetched_after_the_commit(
     until(lambda: early(store))
     time.sleep(0.3)
     total = {e.key: e.size for e in store.inner.list("data/000000000001/")}
-    assert sum(total[key] for key in early(store)) <= 1 << 20 < sum(total.values())
+    assert sum(total[key] for key in set(early(store))) <= 1 << 20 < sum(total.values())
     commit.release()
     pending.wait(20)
     subscriber.wait_for(1, 20)
     assert bits(live) == bits(model)
-    assert sorted([*early(store), *named(store)]) == sorted(shards(store))
+    assert {*early(store), *named(store)} == set(shards(store))
 
 
 def test_a_change_of_layout_is_not_decoded_against_the_old_one(
@@ -212,6 +224,117 @@ def test_a_change_of_layout_is_not_decoded_against_the_old_one(
     subscriber.wait_for(1, 10)
     assert loaded(tmp_path) == bits(model)
     assert named(store) == []
+
+
+def test_what_was_decoded_ahead_is_not_decoded_again(
+    store: FaultStore,
+    sharded: Trainer,
+    follow: Callable[..., Subscriber],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    live = blank(model_of(0))
+    sharded.publish(model_of(0))
+    subscriber = follow(store, Tensors(live))
+    decoded: dict[str, list[Row]] = {"before": [], "after": []}
+
+    def noted(which: str) -> Any:
+        def decode_one(space: FlatSpace, row: Row, *rest: Any) -> Any:
+            if threading.current_thread().name.startswith("weightcast-subscribe"):
+                decoded[which].append(row)  # the publisher follows what it published, too
+            return decode(space, row, *rest)
+
+        return decode_one
+
+    monkeypatch.setattr(ahead, "decode", noted("before"))
+    monkeypatch.setattr(deltas, "decode", noted("after"))
+    model = stir(model_of(0), 1, 0.5)
+    commit = Hold()
+    store.on("create", version_key(1), commit)
+    pending = sharded.publisher.publish(model)
+    assert commit.reached.wait(10)
+    total = len(early_rows(store))
+    until(lambda: len(decoded["before"]) == total >= 4)
+    commit.release()
+    pending.wait(10)
+    subscriber.wait_for(1, 10)
+    assert bits(live) == bits(model)
+    assert (len(decoded["before"]), decoded["after"]) == (total, [])
+
+
+def test_polls_and_listings_do_not_stand_behind_downloads(
+    store: FaultStore, sharded: Trainer, follow: Callable[..., Subscriber]
+) -> None:
+    live = blank(model_of(0))
+    sharded.publish(model_of(0))
+    subscriber = follow(store, Tensors(live), connections=1)
+    download, commit = Hold(), Hold()
+    store.on("fetch_part", "*", download)
+    store.on("create", version_key(1), commit)
+    model = stir(model_of(0), 1, 0.5)
+    pending = sharded.publisher.publish(model)
+    assert commit.reached.wait(10)
+    assert download.reached.wait(10)
+    listed, asked = (len(store.keys(kind)) for kind in ("list", "get"))
+    until(lambda: len(store.keys("list")) > listed + 3 and len(store.keys("get")) > asked + 3)
+    commit.release()
+    until(lambda: subscriber.status().head == 1 or pending.wait(10).version == 1)
+    download.release()
+    subscriber.wait_for(1, 10)
+    assert bits(live) == bits(model)
+
+
+def test_a_stream_that_rests_is_not_listed(
+    store: FaultStore, sharded: Trainer, follow: Callable[..., Subscriber], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rhythm, "_UNKNOWN_S", 0.2)
+    live = blank(model_of(0))
+    sharded.publish(model_of(0))
+    subscriber = follow(store, Tensors(live))
+    until(lambda: store.keys("list"))
+    time.sleep(0.4)
+    store.calls.clear()
+    time.sleep(0.3)
+    assert store.keys("list") == []
+    assert len(store.keys("get")) >= 5, "and yet it is asked for"
+    model = stir(model_of(0), 1, 0.5)
+    sharded.publish(model)
+    subscriber.wait_for(1, 10)
+    assert bits(live) == bits(model)
+
+
+def test_shards_of_a_publisher_that_was_killed_before_its_commit_are_never_used(
+    local_store: FaultStore, trainer_at: Callable[..., Trainer], follow: Callable[..., Subscriber]
+) -> None:
+    live = blank(model_of(0))
+    first = trainer_at(local_store)
+    first.publish(model_of(0))
+    first.publisher.close(10)
+    subscriber = follow(local_store, Tensors(live))
+    script = (
+        "import sys; from tests.faultstore import FaultStore, die\n"
+        "from tests.subscriber.test_ahead import model_of, stir\n"
+        "from weightcast.manifest.store import open_store\n"
+        "from weightcast.publisher import Publisher, PublisherSettings\n"
+        "store = FaultStore(open_store(sys.argv[1]))\n"
+        "store.on('create', 'versions/000000000001.json', die)\n"
+        "settings = PublisherSettings(threads=1, shard_bytes=1 << 16, row_elements=1 << 16)\n"
+        "publisher = Publisher('', settings, store=store, fence=False)\n"
+        "publisher.publish(stir(model_of(0), 1, 0.5)).wait()\n"
+    )
+    command = [sys.executable, "-c", script, local_store.url]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    left = [e.key for e in local_store.inner.list("data/000000000001/")]
+    assert len(left) >= 4
+    until(lambda: sorted(early(local_store)) == sorted(left))
+    time.sleep(0.3)
+    assert bits(live) == bits(model_of(0))
+    assert subscriber.status().version == 0
+    model = stir(model_of(0), 2, 0.5)
+    trainer_at(local_store, shard_bytes=1 << 16, row_elements=1 << 16).publish(model)
+    subscriber.wait_for(1, 10)
+    assert bits(live) == bits(model)
+    assert set(left).isdisjoint(shards(local_store))
 
 
 def test_without_the_setting_nothing_is_listed(

@@ -12,6 +12,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,15 +24,17 @@ import torch
 
 from weightcast.manifest.store import open_store
 from weightcast.schemas.errors import StorageError
+from weightcast.schemas.names import version_key
 from weightcast.subscriber import CheckpointFolder, Subscriber
 
-from ..faultstore import FaultStore, refuse
+from ..faultstore import FaultStore, Hold, refuse
 from ..versions import Bits
 from .conftest import Trainer
 from .kit import Model, bits, loaded, random_like, stir
 
 SubscriberAt = Callable[..., Subscriber]
 _MOST_STEPS = 200
+_STEPS_AHEAD = 7  # of a version of two shards and five rows, before its commit
 
 
 @pytest.fixture(scope="module")
@@ -233,3 +237,43 @@ def test_killed_anywhere_while_only_companions_change(
     scene.versions[0] = (scene.versions[0][0], b"0")
     # The weights are those of both versions, so that only the config tells them apart
     crash_everywhere(scene, start, quick_path, crasher, subscriber_at)
+
+
+def test_killed_anywhere_while_it_reads_ahead_of_the_commit(
+    scene: Scene, quick_path: Path, crasher: Callable[..., Any], subscriber_at: SubscriberAt
+) -> None:
+    """With cut-through: what is not committed leaves no trace, and the next start ends exact."""
+    folder = follow(scene, quick_path / "folder", subscriber_at)
+    for at in range(_MOST_STEPS):
+        version, log = len(scene.versions), quick_path / f"log-{at}"
+        model = stir(model_of(0), version, 1.0)
+        model["head"] = model["embed"]
+        commit = Hold()
+        scene.store.on("create", version_key(version), commit)
+        pending = scene.trainer.publisher.publish(model)
+        assert commit.reached.wait(20)
+        threading.Thread(target=release_after, args=(commit, log, _STEPS_AHEAD)).start()
+        ended = crasher(root=scene.root, folder=folder, log=log, at=at, until=version)
+        if ended["killed"]:
+            assert not commit.released.is_set()
+            assert scene.check(folder, version - 1) == version - 1
+            assert subscriber_at(scene.store, CheckpointFolder(folder)).once().version == version - 1
+        commit.release()
+        pending.wait(20)
+        scene.versions.append((bits(model), (folder / "config.json").read_bytes()))
+        assert subscriber_at(scene.store, CheckpointFolder(folder)).once().version == version
+        assert scene.check(folder, version) == version
+        if not ended["killed"]:
+            break
+    assert ended["code"] == 0
+    steps = [step.split()[0] for step in log.read_text().splitlines()]
+    assert (steps.count("fetch_part"), steps.count("decode")) == (2, 5), "shards and rows of a version"
+    assert at == len(steps) == _STEPS_AHEAD
+
+
+def release_after(commit: Hold, log: Path, steps: int) -> None:
+    """Let the version be committed once so many steps were done."""
+    while not commit.released.is_set():
+        if log.exists() and len(log.read_text().splitlines()) >= steps:
+            commit.release()
+        time.sleep(0.02)

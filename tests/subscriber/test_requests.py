@@ -72,9 +72,10 @@ def sizes(store: FaultStore) -> dict[str, int]:
 
 
 def fetched(store: FaultStore) -> int:
-    """Bytes of shards and snapshots that were asked for."""
+    """Bytes of shards and snapshots that were asked for, whole or in parts."""
     known = sizes(store)
-    return sum(known[key] for kind in ("fetch", "download") for key in store.keys(kind))
+    asked = [*store.keys("fetch"), *store.keys("download"), *set(store.keys("fetch_part"))]
+    return sum(known[key] for key in asked)
 
 
 def cheapest(store: FaultStore, at: int, head: int) -> Route:
@@ -103,6 +104,28 @@ def test_100_versions_behind_small_deltas_cost_their_bytes_and_no_listing(
     assert bits(live) == bits(states[-1])
     assert fetched(store) == deltas < 600_000
     assert store.keys("list") == []
+
+
+def test_versions_too_large_to_be_folded_have_their_manifests_read_once(
+    store: FaultStore, trainer: Trainer, subscriber_at: SubscriberAt
+) -> None:
+    states: list[Model] = [{"w": torch.zeros(2_000_000, dtype=torch.bfloat16)}]
+    for version in range(1, 6):
+        states.append(stir(states[-1], version, 0.07))  # 1.4 MB of changes, at 10 bytes each
+    live = blank(states[0])
+    subscriber = subscriber_at(store, Tensors(live), fold_bytes=1 << 20)
+    trainer.publish(states[0])
+    subscriber.once()
+    for state in states[1:]:
+        trainer.publish(state)
+    store.calls.clear()
+    assert subscriber.once().version == 5
+    assert bits(live) == bits(states[-1])
+    read = Counter(key for key in store.keys("get") if key.startswith("versions/"))
+    assert [read[version_key(version)] for version in range(1, 5)] == [1] * 4
+    assert (
+        sum(read.values()) <= 11
+    )  # with the head, which is looked up at the end, and some that are not there
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from weightcast.codec import places
+from weightcast.codec.threads import workers
 from weightcast.subscriber.engines.vllm.cores import bound_cores, on_cores
 
 
@@ -38,12 +38,12 @@ def bound() -> Iterator[set[int]]:
 
 def test_an_op_runs_on_all_cores_that_threads_are_bound_to_and_goes_back(bound: set[int]) -> None:
     mine = os.sched_getaffinity(0)
-    assert places.workers() == 1
+    assert workers() == 1
     cores = bound_cores()
     assert cores == bound
     with on_cores(cores):
         assert os.sched_getaffinity(0) == bound
-        assert places.workers() == len(bound)
+        assert workers() == len(bound)
     assert os.sched_getaffinity(0) == mine
 
 
