@@ -15,7 +15,7 @@ Every error names the object, what was expected, what was found; `hint` says wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar, Final
 
@@ -45,6 +45,12 @@ class WeightcastError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+def some(names: Sequence[str]) -> str:
+    """Names for a message: the first ten, and how many more there are."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(map(repr, names[:10])) + more
 
 
 class NotFound(WeightcastError):

@@ -11,7 +11,7 @@ from weightcast.manifest.commit import new_token
 from weightcast.publisher.label import Label
 from weightcast.publisher.upload import Uploader
 from weightcast.schemas.digest import Digest
-from weightcast.schemas.errors import Conflict, Corrupt, StorageError, UsageError
+from weightcast.schemas.errors import Conflict, Corrupt, StorageError, UsageError, WeightcastError
 from weightcast.schemas.manifest import VersionManifest
 
 from .commit import Relaid, prepare
@@ -63,6 +63,7 @@ class Chair:
         self._goes_on = resume and head is not None  # whether the next version is told from the head
         self._last = _Last()
         self._plan: Plan | None = None
+        self._unlisted: set[str] = set()  # second names that the plan's layout has from before
         self._identity = ""
         self._relaid: Relaid | None = None
         self._files: Mapping[str, bytes] | None = None  # given with a version that is not committed
@@ -86,6 +87,7 @@ class Chair:
         fresh = wish.reset or not self._goes_on
         fits = all(status.plan == self._identity for status in found) and self._identity != ""
         fits = fits and (fresh or all(self._can_follow(status) for status in found))
+        fits = fits and not (self._unlisted if fresh else self._unlisted.intersection(wish.drop))
         last, head = self._last, self.head
         asked = any(status.open for status in found)
         committed = last.manifest.encode().decode() if asked and last.committed and last.manifest else ""
@@ -127,6 +129,9 @@ class Chair:
         head = None if fresh else self.head
         before = self._uploader.reader.layout(head.manifest.layout) if head is not None else None
         self._plan = plan(tables, before, wish.drop)
+        self._unlisted = {spec.name for spec in self._plan.layout}.difference(
+            *({e.name for e in t} for t in tables)
+        )
         self._relaid = None
         if before is None or self._plan.layout.sha256 != before.sha256:
             self._relaid = Relaid(self._plan.layout)
@@ -179,7 +184,10 @@ class Chair:
         parts = [contribution.part for contribution in found]
         self._last = _Last(wish.number)
         label = replace(wish.label, files=self._files)
-        manifest = prepare(self._uploader, parts, self.head, label, self._relaid)
+        relaid = self._relaid
+        if relaid is None and parts[0].base is None and self._plan is not None:
+            relaid = Relaid(self._plan.layout)  # a part carries neither second names nor empty tensors
+        manifest = prepare(self._uploader, parts, self.head, label, relaid)
         try:
             self._commit(manifest)
         except StorageError as error:
@@ -204,9 +212,11 @@ class Chair:
         self._last = _Last(self._last.number, manifest, None)
         try:
             self.head = self._uploader.commit(manifest)
-        except Conflict as error:
-            self.dead = error
-            self._last.committed = False
+        except WeightcastError as error:
+            if not isinstance(error, StorageError):
+                self._last.committed = False
+            if isinstance(error, Conflict):
+                self.dead = error
             raise
         self._last.committed = True
         self._goes_on = True

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from weightcast.manifest.chain import Position
-from weightcast.manifest.commit import new_token
 from weightcast.publisher.label import Label
 from weightcast.publisher.upload import Uploader
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Conflict, Corrupt, UsageError
 from weightcast.schemas.layout import Layout
 from weightcast.schemas.manifest import LayoutRef, Totals, VersionManifest
-from weightcast.schemas.names import snapshot_folder
 from weightcast.schemas.part import Part
 
 from .assembly import Assembly, layout_of
@@ -143,7 +141,6 @@ def _figures(
 def _prepare_whole(
     uploader: Uploader, parts: Sequence[Part], parent: Position | None, label: Label, layout: Layout
 ) -> VersionManifest:
-    version = parent.version + 1 if parent else 0
     elements = sum(p.elements for p in parts)
     if elements != layout.elements:
         raise UsageError(
@@ -152,22 +149,10 @@ def _prepare_whole(
         )
     after = sum((p.after for p in parts), Digest())
     assembly = Assembly(uploader.reader.store, layout, parts)
-    ref = uploader.layout_ref(layout)
-    files = uploader.files(parent) if label.files is None else label.files
-    folder = snapshot_folder(version, new_token())
-    snapshot = uploader.write_snapshot(folder, version, layout, ref, after.hex, assembly.read, files)
+    manifest = uploader.prepare_whole(label, parent, layout, after, assembly.read)
     if assembly.digest != after:
         raise Corrupt(
-            f"not committed, since the snapshot of version {version} has state {assembly.digest}, and the parts {after}"
+            f"not committed, since the snapshot of version {manifest.version} has state {assembly.digest}, and the "
+            f"parts {after}"
         )
-    return uploader.manifest(
-        label,
-        version=version,
-        parent=parent,
-        layout=ref,
-        elements=layout.elements,
-        dense_bytes=layout.nbytes,
-        digest_after=after.hex,
-        shards=[],
-        snapshot=snapshot,
-    )
+    return manifest

@@ -13,7 +13,7 @@ from weightcast.manifest.ahead import map_ahead
 from weightcast.manifest.commit import put_shard
 from weightcast.manifest.store import Store
 from weightcast.schemas.digest import Digest
-from weightcast.schemas.errors import Corrupt
+from weightcast.schemas.errors import Corrupt, StorageError
 from weightcast.schemas.manifest import ShardRef
 from weightcast.schemas.part import Part
 from weightcast.schemas.part import Tile as TileRef
@@ -40,8 +40,8 @@ class Stage:
     size: int
 
 
-class Shards:
-    """Puts rows into shards and sends them. Used by one thread."""
+class PartShards:
+    """Puts rows into shards and sends them. Used by one thread; any may cancel."""
 
     def __init__(
         self,
@@ -63,12 +63,16 @@ class Shards:
         self._nbytes = 0
         self._flying: deque[Future[ShardRef]] = deque()
         self._sent: list[Future[ShardRef]] = []
+        self._given_up = False
         self.features: set[str] = set()
         self.tiles: list[list[TileRef]] = []
 
     def add(self, rows: list[Row], tile: TileRef | None = None) -> None:
-        """Take rows, of a whole part a tile's; waits if too many shards are on their way."""
-        self.features |= features_of(rows)
+        """Take rows, of a whole part a tile's; waits if too many shards are on their way.
+
+        Raises:
+            StorageError: one could not be stored, or nobody wants them any more.
+        """
         self._batch += rows
         self._nbytes += sum(row.nbytes for row in rows)
         if tile is not None:
@@ -77,6 +81,9 @@ class Shards:
             self._close()
 
     def _close(self) -> None:
+        if self._given_up:
+            raise StorageError("this part was given up", hint="publish again")
+        self.features |= features_of(self._batch)
         future = self._pool.submit(
             put_shard,
             self._store,
@@ -108,6 +115,7 @@ class Shards:
 
     def cancel(self) -> None:
         """Send no more of what has not begun."""
+        self._given_up = True
         for future in self._sent:
             future.cancel()
 
@@ -135,7 +143,7 @@ class Draft:
         self._level = settings.level
         self._codec: Codec = "class" if settings.codec == "class" else "gap"
         whole = stage.base is None
-        self._shards = Shards(
+        self._shards = PartShards(
             store, stage, settings.writer, transfer,
             WHOLE_SHARD_BYTES if whole else settings.shard_bytes, _WHOLE_AHEAD if whole else None,
         )  # fmt: skip
@@ -170,8 +178,8 @@ class Draft:
         tile, rows, after, moved = new.tile, [], Digest(), Digest()
         space = self._holding.geometry[tile.spec.dtype]
         for box, at in tile.boxes:
-            old = tile.address + at
-            encoded = encode_box(space, box, new.address + at, old, self._level, self._codec)
+            old = self._holding.address(tile) + at
+            encoded = encode_box(space, box, new.address + at, old, self._level, codec=self._codec)
             after += encoded.digest
             moved += encoded.change
             if encoded.row is not None:
@@ -195,8 +203,8 @@ class Draft:
         self._shards.finish()
 
     def _whole(self, tile: Tile) -> tuple[Tile, list[Row], Digest]:
-        space = self._holding.geometry[tile.spec.dtype]
-        found = [encode_box(space, box, tile.address + at, None, self._level) for box, at in tile.boxes]
+        space, address = self._holding.geometry[tile.spec.dtype], self._holding.address(tile)
+        found = [encode_box(space, box, address + at, None, self._level) for box, at in tile.boxes]
         rows = [e.row for e in found if e.row is not None]
         return tile, rows, sum((e.digest for e in found), Digest())
 
@@ -206,9 +214,13 @@ class Draft:
         Raises:
             StorageError: a shard could not be stored.
         """
-        if self._stage.base is None:
-            self.send_whole()
-        return self.part()
+        try:
+            if self._stage.base is None:
+                self.send_whole()
+            return self.part()
+        except BaseException:
+            self.cancel()
+            raise
 
     def part(self) -> Part:
         """The part, once all its shards are stored.

@@ -32,11 +32,11 @@ class Flight:
         """Have `finish` work on a version; none may be on its way."""
         pending: Future[VersionManifest] = Future()
         # Not a daemon: a trainer that returns from main with a version in flight has it committed first.
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(finish, pending), name="weightcast-group", daemon=False
         )
-        self._pending = pending
-        self._thread.start()
+        thread.start()
+        self._thread, self._pending = thread, pending
         return PendingVersion(pending, self._told)
 
     def _run(self, finish: Callable[[], Position], pending: Future[VersionManifest]) -> None:
@@ -57,6 +57,11 @@ class Flight:
 
     def _told(self, error: BaseException) -> None:
         if self._untold is error:
+            self._untold = None
+
+    def heard(self, error: WeightcastError) -> None:
+        """Note that this rank was told of `error` in a meeting: `raise_untold` need not raise it as well."""
+        if self._untold is not None and str(self._untold) == str(error):
             self._untold = None
 
     def raise_untold(self) -> None:

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from weightcast.manifest.commit import Writer, create_stream
 from weightcast.manifest.store import Store, open_store
 from weightcast.manifest.stream import StreamReader
+from weightcast.publisher.audience import Audience
 from weightcast.publisher.closing import OneProcess
 from weightcast.publisher.job import PendingVersion
 from weightcast.publisher.label import Label
 from weightcast.publisher.sources import Casts
 from weightcast.publisher.upload import Uploader
 from weightcast.publisher.workers import Workers
-from weightcast.schemas.errors import StorageError, WeightcastError
+from weightcast.schemas.errors import StorageError, UsageError, WeightcastError
 from weightcast.schemas.settings import PublisherSettings
 
 from .chair import Chair
@@ -27,16 +28,17 @@ from .member import Member
 from .messenger import Alone, Messenger, TorchMessenger
 from .share import Pools
 from .tables import Sharded, held
-from .turn import Turn, attempt, fenced, head_of
+from .turn import Asked, Turn, attempt, fenced, head_of
 
 Busy = Literal["wait", "skip"]
 
 
-class GroupPublisher(OneProcess):
-    """Publishes a policy that lies on several ranks. All of them make it together, and call each of its methods alike.
+class GroupPublisher(Audience, OneProcess):
+    """Publishes a policy that lies on several ranks. All of them make it together, publish alike, and close it.
 
     Each rank compares, encodes and uploads what it owns of its own slices; rank 0 commits. Short texts pass between
-    ranks; weights never do. Close it before `destroy_process_group()`.
+    ranks; weights never do. Close it before `destroy_process_group()`. Questions about readers (`version_of`, `lags`,
+    `wait_for`) any rank may ask, by itself.
 
     Opening makes the stream if nothing is there; of an existing one rank 0 commits an empty version, so that a
     predecessor that was only slow can commit nothing more.
@@ -54,6 +56,7 @@ class GroupPublisher(OneProcess):
 
     Raises:
         Conflict: another publisher is committing to the stream right now.
+        UsageError: the ranks have opened different streams.
         StorageError: the store failed, or a rank was silent for too long.
     """
 
@@ -85,12 +88,13 @@ class GroupPublisher(OneProcess):
             opened = self._helper.submit(lambda: self._set_store(store or open_store(root)))
             council = Council(self._messenger, self._helper)
             council.meet("open", opened, lambda _: self._take_chair(resume, fence))
-            reader = StreamReader.open(self._store)
+            found = attempt(lambda: StreamReader.open(self._store))
+            council.meet("opened", attempt(lambda: found.result().stream.stream), _all_one)
         except BaseException:
             self._stop()
             raise
         self._member = Member(
-            council, self._helper, self._pools, self.settings, self._casts, reader, self._chair
+            council, self._helper, self._pools, self.settings, self._casts, found.result(), self._chair
         )
 
     def _set_store(self, store: Store) -> str:
@@ -138,9 +142,9 @@ class GroupPublisher(OneProcess):
     ) -> PendingVersion | None:
         """Publish the tensors of all ranks as the next version. On every rank, with what that rank has.
 
-        Returns as soon as they have been compared with what was published last, or copied for a first version: from
-        then on the trainer may change them. The rest happens in the background. All arguments but `tensors` count on
-        rank 0 alone.
+        Returns as soon as they have been compared with what was published last, and what changed is coded; or they
+        are copied for a first version. From then on the trainer may change them. The rest happens in the background.
+        All arguments but `tensors` count on rank 0 alone.
 
         Args:
             tensors: of this rank, as a mapping (`model.state_dict()`), (name, tensor) pairs or slices; DTensors are
@@ -165,18 +169,31 @@ class GroupPublisher(OneProcess):
         self._check_usable()
         with self._publishing:
             self._number += 1
-            asked = attempt(lambda: (Label.of(step, metadata, files), held(tensors, self._casts)))
-            turn = Turn(self._number, asked, drop, reset, busy == "wait")
-            member = self._member
-            decision = member.agree(turn, self._flight)
-            if decision.do == "skip":
-                return None
-            followed = attempt(lambda: member.follow_late(decision))
-            if decision.do == "plan":
-                member.divide(turn, decision, followed)
-            made = attempt(lambda: member.make(turn, decision, followed, self._check_replicas))
-            turn.forget()  # the trainer's tensors
-            return self._flight.start(lambda: member.finish(turn, made))
+            turn = Turn(
+                self._number,
+                attempt(
+                    lambda: Asked(
+                        Label.of(step, metadata, files), frozenset(drop), held(tensors, self._casts)
+                    )
+                ),
+                reset,
+                busy == "wait",
+            )
+            try:
+                return self._take(turn)
+            finally:
+                turn.forget()
+
+    def _take(self, turn: Turn) -> PendingVersion | None:
+        """Go through a publish until the trainer's tensors are not needed any more; the rest is in the background."""
+        member = self._member
+        decision = member.agree(turn, self._flight)
+        if decision.do == "skip":
+            return None
+        if decision.do == "plan":
+            member.divide(turn, decision)
+        made = attempt(lambda: member.make(turn, decision, self._check_replicas))
+        return self._flight.start(lambda: member.finish(turn, made))
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until the version on its way is settled; False if time ran out. Needs no other rank."""
@@ -203,6 +220,17 @@ class GroupPublisher(OneProcess):
     def _stop(self) -> None:
         for pool in (self._helper, self._pools.compute, self._pools.transfer):
             pool.shutdown(wait=False)
+
+
+def _all_one(streams: list[str]) -> str:
+    """Refuse to go on where ranks have opened different streams, such as folders of their own hosts."""
+    for rank, stream in enumerate(streams):
+        if stream != streams[0]:
+            raise UsageError(
+                f"rank {rank} has opened stream {stream}, rank 0 {streams[0]}",
+                hint="give all ranks the same root",
+            )
+    return ""
 
 
 def _default_messenger() -> Messenger:

@@ -17,7 +17,7 @@ import torch
 
 from weightcast.codec import Geometry
 from weightcast.codec.boxes import Box, digest_box
-from weightcast.codec.memory import UNSIGNED
+from weightcast.codec.memory import UNSIGNED, bytes_at
 from weightcast.codec.update import update_box
 from weightcast.manifest.ahead import map_ahead
 from weightcast.publisher.placement import Slice, boxes_of
@@ -37,14 +37,14 @@ class Tile:
         entry: position of its slice in the rank's table.
         spec: its tensor.
         corner: where it is in the tensor.
-        address: of its old bits, in C order.
+        at: byte at which its bits begin in memory that has those of all tiles.
         boxes: the same elements as boxes of the tensor, each with the byte offset in the tile at which it begins.
     """
 
     entry: int
     spec: TensorSpec
     corner: Corner
-    address: int
+    at: int
     boxes: tuple[tuple[Box, int], ...]
 
     @property
@@ -62,65 +62,96 @@ class Staged:
     owner: object
 
 
-class Holding:
-    """The tiles that a rank owns, and a contiguous copy of their old bits in host memory. It moves only after a commit.
+class Tiles:
+    """Some of what a rank holds, cut into tiles. Has none of the bits.
 
     Args:
         table: of the rank's slices.
-        pieces: what it owns of them.
+        pieces: of them.
         row_elements: of a tile at most.
+
+    Attributes:
+        geometry: of the tensors that have pieces.
+        tiles: in the order of the pieces.
+        elements: of all tiles.
+        room: bytes that all tiles take one after the other, each aligned at any width.
+    """
+
+    def __init__(self, table: Sequence[Entry], pieces: Iterable[Piece], row_elements: int) -> None:
+        pieces = [piece for piece in pieces if piece.corner.elements]
+        specs = {table[p.entry].name: _spec(table[p.entry]) for p in pieces}
+        self.geometry = Geometry(Layout.of(specs.values()))
+        self.tiles: list[Tile] = []
+        self.room = 0
+        for piece in pieces:
+            for corner in cut_into_tiles(piece.corner, row_elements):
+                tile = self._tile(piece.entry, specs[table[piece.entry].name], corner, self.room)
+                self.tiles.append(tile)
+                self.room += -(-tile.nbytes // 8) * 8
+        self.elements = sum(tile.corner.elements for tile in self.tiles)
+
+    def _tile(self, entry: int, spec: TensorSpec, corner: Corner, at: int) -> Tile:
+        space = self.geometry[spec.dtype]
+        first, done, boxes = int(space.starts[space.index[spec.name]]), 0, []
+        for offset, length, run, stride in boxes_of(spec.shape, corner.start, corner.extent):
+            boxes.append((Box(spec.dtype, first + offset, length, run, stride), done * spec.width))
+            done += length
+        return Tile(entry, spec, corner, at, tuple(boxes))
+
+    def staged(self, slices: Sequence[Slice], table: Sequence[Entry], casts: Casts) -> Iterator[Staged]:
+        """The present bits of each tile in turn; see `present`."""
+        return (self.present(tile, slices, table, casts) for tile in self.tiles)
+
+    @staticmethod
+    def present(tile: Tile, slices: Sequence[Slice], table: Sequence[Entry], casts: Casts) -> Staged:
+        """The present bits of a tile: where they lie if they can be read there, else a copy in host memory.
+
+        Args:
+            tile: one of these.
+            slices: the rank's, as in its table.
+            table: of them.
+            casts: what the user wants rounded.
+        """
+        view = slices[tile.entry].tensor
+        corner = table[tile.entry].corner
+        for dim, (at, n) in enumerate(zip(tile.corner.start, tile.corner.extent, strict=True)):
+            if n != corner.extent[dim]:
+                view = view.narrow(dim, at - corner.start[dim], n)
+        plain = _in_host_memory(casts(tile.spec.name, view) if casts else view)
+        return Staged(tile, plain.data_ptr(), plain)
+
+    def digest_of(self, tile: Tile, address: int) -> Digest:
+        """Digest of the bits that a tile has at `address`."""
+        space = self.geometry[tile.spec.dtype]
+        return sum((digest_box(space, box, address + at) for box, at in tile.boxes), Digest())
+
+
+class Holding(Tiles):
+    """The tiles that a rank owns, and a contiguous copy of their old bits in host memory. It moves only after a commit.
+
+    Args:
+        table, pieces, row_elements: as for `Tiles`.
         path: file to map for the copy; None: anonymous memory.
     """
 
     def __init__(
         self, table: Sequence[Entry], pieces: Iterable[Piece], row_elements: int, path: Path | None = None
     ) -> None:
-        pieces = [piece for piece in pieces if piece.corner.elements]
-        specs = {table[p.entry].name: _spec(table[p.entry]) for p in pieces}
-        self.geometry = Geometry(Layout.of(specs.values()))
-        cut = [(p, c) for p in pieces for c in cut_into_tiles(p.corner, row_elements)]
-        sizes = [
-            -(-c.elements * specs[table[p.entry].name].width // 8) * 8 for p, c in cut
-        ]  # 8: aligned at any width
-        ends = np.cumsum([0, *sizes])
-        self._bits = _allocate(int(ends[-1]), path)
-        base = self._bits.ctypes.data
-        self.tiles = [
-            self._tile(p.entry, specs[table[p.entry].name], c, base + int(at))
-            for (p, c), at in zip(cut, ends[:-1], strict=True)
-        ]
-        self.elements = sum(tile.corner.elements for tile in self.tiles)
+        super().__init__(table, pieces, row_elements)
         self.nbytes = sum(tile.nbytes for tile in self.tiles)
+        self._bits = _allocate(self.room, path)
+        self._base = self._bits.ctypes.data
 
-    def _tile(self, entry: int, spec: TensorSpec, corner: Corner, address: int) -> Tile:
-        space = self.geometry[spec.dtype]
-        first, done, boxes = int(space.starts[space.index[spec.name]]), 0, []
-        for offset, length, run, stride in boxes_of(spec.shape, corner.start, corner.extent):
-            boxes.append((Box(spec.dtype, first + offset, length, run, stride), done * spec.width))
-            done += length
-        return Tile(entry, spec, corner, address, tuple(boxes))
-
-    def staged(self, slices: Sequence[Slice], table: Sequence[Entry], casts: Casts) -> Iterator[Staged]:
-        """The present bits of each tile in turn: where they lie if they can be read there, else a copy in host memory.
-
-        Args:
-            slices: the rank's, as in its table.
-            table: of them.
-            casts: what the user wants rounded.
-        """
-        for tile in self.tiles:
-            view = slices[tile.entry].tensor
-            corner = table[tile.entry].corner
-            for dim, (at, n) in enumerate(zip(tile.corner.start, tile.corner.extent, strict=True)):
-                if n != corner.extent[dim]:
-                    view = view.narrow(dim, at - corner.start[dim], n)
-            plain = _in_host_memory(casts(tile.spec.name, view) if casts else view)
-            yield Staged(tile, plain.data_ptr(), plain)
+    def address(self, tile: Tile) -> int:
+        """Of a tile's old bits, in C order."""
+        return self._base + tile.at
 
     def copy(self, staged: Iterable[Staged]) -> None:
         """Take the present bits as the old ones, without any comparison."""
         for new in staged:
-            np.copyto(_bytes(new.tile.address, new.tile.nbytes), _bytes(new.address, new.tile.nbytes))
+            np.copyto(
+                bytes_at(self.address(new.tile), new.tile.nbytes), bytes_at(new.address, new.tile.nbytes)
+            )
 
     def fill(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take the bits of these whole tensors, in their own shape, for the tiles that lie in them."""
@@ -147,19 +178,17 @@ class Holding:
         """Of the old bits of all tiles of these tensors."""
 
         def one(tile: Tile) -> Digest:
-            return digest_tile(self.geometry, tile, tile.address)
+            return self.digest_of(tile, self.address(tile))
 
         return sum(map_ahead(pool, one, (t for t in self.tiles if names(t.spec.name))), Digest())
 
     def old(self, tile: Tile) -> npt.NDArray[Any]:
         """The old bits of a tile: a view in its own shape, unsigned."""
-        return _bytes(tile.address, tile.nbytes).view(UNSIGNED[tile.spec.width]).reshape(tile.corner.extent)
-
-
-def digest_tile(geometry: Geometry, tile: Tile, address: int) -> Digest:
-    """Digest of the bits that a tile has at `address`."""
-    space = geometry[tile.spec.dtype]
-    return sum((digest_box(space, box, address + at) for box, at in tile.boxes), Digest())
+        return (
+            bytes_at(self.address(tile), tile.nbytes)
+            .view(UNSIGNED[tile.spec.width])
+            .reshape(tile.corner.extent)
+        )
 
 
 def cut_into_tiles(corner: Corner, limit: int) -> Iterator[Corner]:
@@ -181,15 +210,6 @@ def cut_into_tiles(corner: Corner, limit: int) -> Iterator[Corner]:
             )
 
 
-def digest_slice(entry: Entry, part: Slice, casts: Casts, row_elements: int) -> Digest:
-    """Digest of the present bits of a slice, in bounded memory."""
-    holding = Holding([entry], [Piece(0, entry.corner)], row_elements)
-    return sum(
-        (digest_tile(holding.geometry, s.tile, s.address) for s in holding.staged([part], [entry], casts)),
-        Digest(),
-    )
-
-
 def _spec(entry: Entry) -> TensorSpec:
     return TensorSpec(entry.name, entry.dtype, entry.shape)
 
@@ -198,6 +218,7 @@ def _allocate(nbytes: int, path: Path | None) -> npt.NDArray[np.uint8]:
     """Memory that takes none before it is written."""
     if path is None or not nbytes:
         return np.zeros(nbytes, np.uint8)
+    path.unlink(missing_ok=True)  # who still reads an older copy there must not lose it
     with path.open("w+b") as file:
         file.truncate(nbytes)
         return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
@@ -205,19 +226,3 @@ def _allocate(nbytes: int, path: Path | None) -> npt.NDArray[np.uint8]:
 
 def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-
-
-class _Window:
-    """Raw memory for numpy; whoever asked keeps it alive."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "typestr": "|u1",
-            "shape": (nbytes,),
-        }
-
-
-def _bytes(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    return np.asarray(_Window(address, nbytes))

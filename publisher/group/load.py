@@ -15,8 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from weightcast.codec import FlatSpace, Geometry, Memory
-from weightcast.codec.space import SMALL_ELEMENTS
+from weightcast.codec import ROW_ELEMENTS, FlatSpace, Geometry, Memory, joined
 from weightcast.manifest.chain import Position
 from weightcast.manifest.deltas import apply_directly
 from weightcast.manifest.fetch import DeltaFetcher
@@ -36,12 +35,18 @@ GROUP_BYTES: Final = 1 << 30
 
 
 def load(
-    reader: StreamReader, position: Position, holding: Holding, gone: Iterable[str], pool: Executor
+    reader: StreamReader,
+    position: Position,
+    holding: Holding,
+    gone: Iterable[str],
+    pool: Executor,
+    row_elements: int = ROW_ELEMENTS,
 ) -> Digest:
     """Fill a holding with the bits of a version; tensors that it has not, or under another dtype or shape, are zero.
 
     Takes memory for `GROUP_BYTES` of tensors, and disk for the version and the deltas since its snapshot. Where the
-    layout has changed since then, or something is damaged, it takes memory for the whole version instead.
+    layout has changed since then, something is damaged, or rows are cut otherwise, it takes memory for the whole
+    version instead.
 
     Args:
         reader: the stream.
@@ -49,6 +54,7 @@ def load(
         holding: what to fill.
         gone: tensors of the version whose digest is wanted.
         pool: for fetching and decoding.
+        row_elements: of the rows of a writer that had all tensors.
 
     Returns:
         The digest of the tensors in `gone`.
@@ -61,7 +67,7 @@ def load(
     known = geometry.layout.stored_by_name
     mine = [spec.name for spec in holding.geometry.layout if known.get(spec.name) == spec]
     try:
-        lost = _by_groups(reader, position, geometry, mine, gone, holding, pool)
+        lost = _by_groups(reader, position, geometry, mine, gone, holding, pool, row_elements)
     except (Corrupt, NotFound):
         lost = None  # an older snapshot may still lead there
     if lost is not None:
@@ -79,6 +85,7 @@ def _by_groups(
     gone: Sequence[str],
     holding: Holding,
     pool: Executor,
+    row_elements: int,
 ) -> Digest | None:
     """The digest of `gone`; None if this way does not lead to the version."""
     choices = snapshot_choices(reader, position.version, limit=1)
@@ -89,7 +96,7 @@ def _by_groups(
         or any(p.manifest.layout != position.manifest.layout for p in chain)
     ):
         return None
-    groups = tensor_groups(geometry)
+    groups = tensor_groups(geometry, row_elements)
     number = {spec.name: at for at, group in enumerate(groups) for spec in group}
     wanted = {number[name] for name in (*mine, *gone)}
     lost = Digest()
@@ -112,16 +119,15 @@ def _by_groups(
     return lost
 
 
-def tensor_groups(geometry: Geometry) -> list[list[TensorSpec]]:
-    """All stored tensors in layout order, cut beside large ones, so that no row of small ones is cut."""
+def tensor_groups(geometry: Geometry, row_elements: int) -> list[list[TensorSpec]]:
+    """All stored tensors in layout order, cut where no row is, if the writer had the same `row_elements`."""
     groups: list[list[TensorSpec]] = []
     for space in geometry:
         group: list[TensorSpec] = []
         nbytes = 0
-        for spec in space.specs:
-            large = spec.elements >= SMALL_ELEMENTS
-            before_large = bool(group) and group[-1].elements >= SMALL_ELEMENTS
-            if group and (large or before_large) and nbytes + spec.nbytes > GROUP_BYTES:
+        borders = {interval.start for interval in joined(space.split(row_elements), row_elements)}
+        for spec, start in zip(space.specs, space.starts, strict=False):  # which has the end, too
+            if group and int(start) in borders and nbytes + spec.nbytes > GROUP_BYTES:
                 groups.append(group)
                 group, nbytes = [], 0
             group.append(spec)

@@ -7,7 +7,7 @@ only silence counts as failure. An error of any rank, or in the decision, is rai
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Final, Literal
 
@@ -116,14 +116,15 @@ class Council:
     def _decided(self, topic: str, texts: list[str], decide: Callable[[list[str]], str]) -> Word:
         deciding = self._helper.submit(decide, texts)
         number = 0
-        while True:
-            try:
-                error = deciding.exception(self._tick_s)
-                word = Word(is_="text", text=deciding.result()) if error is None else Word.of(error)
-                return self._answer(f"{topic}.{number}", word)
-            except FutureTimeout:
+        try:
+            while not wait([deciding], self._tick_s).done:
                 self._answer(f"{topic}.{number}", Word(is_="working"))
                 number += 1
+        finally:
+            wait([deciding])  # even where nobody can be told: decisions are made one at a time
+        error = deciding.exception()
+        word = Word(is_="text", text=deciding.result()) if error is None else Word.of(error)
+        return self._answer(f"{topic}.{number}", word)
 
     def _listen(self, topic: str) -> Word:
         number = 0

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from weightcast.manifest.chain import Position
 from weightcast.manifest.stream import StreamReader
+from weightcast.publisher.job import announce
 from weightcast.publisher.sources import Casts
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import UsageError, WeightcastError
-from weightcast.schemas.manifest import VersionManifest
 from weightcast.schemas.settings import PublisherSettings
 
 from .chair import Chair
@@ -21,7 +21,7 @@ from .load import load
 from .meeting import Council
 from .messenger import Silence
 from .share import Pools, Share
-from .tables import Held, encode_table
+from .tables import encode_table
 from .turn import Turn, attempt, position_of
 from .words import Contribution, Decision, Division, Outcome, Ready, Status
 
@@ -104,7 +104,11 @@ class Member:
         while True:
             work = attempt(lambda: self._status(turn, flight.busy).text)
             topic = f"publish-{turn.number}/status-{again}"
-            said = self._council.meet(topic, work, lambda t: self._open(t, turn, flight))
+            try:
+                said = self._council.meet(topic, work, lambda t: self._open(t, turn, flight))
+            except WeightcastError as error:
+                flight.heard(error)
+                raise
             decision = Decision.model_validate_json(said)
             if decision.do != "wait":
                 return decision
@@ -126,7 +130,7 @@ class Member:
             flight.raise_untold()
         return decision.text
 
-    def follow_late(self, decision: Decision) -> None:
+    def _follow_late(self, decision: Decision) -> None:
         """Learn how the version ended that this rank could not hear of.
 
         Raises:
@@ -138,41 +142,46 @@ class Member:
         if decision.committed and decision.last == number and self._share is not None:
             self._share.follow(draft, position_of(decision.committed))
 
-    def divide(self, turn: Turn, decision: Decision, followed: Future[None]) -> None:
+    def divide(self, turn: Turn, decision: Decision) -> None:
         """Agree on who owns what, and take up the head's bits of it.
 
         Raises:
             WeightcastError: as `Chair.divide` and `Chair.accept`, or the head could not be had; on all ranks.
         """
-        self._share, self._plan = None, ""
+        self._share, self._plan, self._unresolved = None, "", None
         topic = f"publish-{turn.number}"
-        table = attempt(lambda: followed.result() or encode_table(turn.held.table))
+        table = attempt(lambda: encode_table(turn.held.table))
         said = self._council.meet(
             f"{topic}/plan", table, lambda t: self._the_chair().divide(t, turn.wish, decision.fresh).text
         )
         told = Division.model_validate_json(said)
-        taken = self._helper.submit(self._take_up, turn.held, told)
+        taken = self._helper.submit(self._take_up, turn, told)
         ready = self._helper.submit(lambda: taken.result().ready.text)
         self._council.meet(
             f"{topic}/ready", ready, lambda t: self._the_chair().accept(t, told, taken.result().lost)
         )
         self._share, self._plan = taken.result().share, told.plan
 
-    def _take_up(self, found: Held, told: Division) -> Taken:
-        share = Share(found.table, told.shared[self.rank], self._settings, self._pools, self.rank)
+    def _take_up(self, turn: Turn, told: Division) -> Taken:
+        """In a helper thread, which may outlast the publish if another rank has failed."""
+        table = turn.held.table
+        share = Share(table, told.shared[self.rank], self._settings, self._pools, self.rank)
         lost = Digest()
         if told.head:
             head = position_of(told.head)
             gone = self._chair.gone() if self._chair is not None else []
-            lost = load(self._reader, head, share.holding, gone, self._pools.compute)
+            lost = load(
+                self._reader, head, share.holding, gone, self._pools.compute, self._settings.row_elements
+            )
             share.is_at(head.sha256)
-        groups = share.replicas(found, self._casts).values()
+        with turn.reading() as found:
+            groups = share.replicas(found, self._casts).values()
         replicas = {at: digest.hex for group in groups for at, digest in group.items()}
         return Taken(share, Ready(digest=share.digest.hex, replicas=replicas), lost)
 
-    def make(self, turn: Turn, decision: Decision, followed: Future[None], check_replicas: bool) -> Made:
+    def make(self, turn: Turn, decision: Decision, check_replicas: bool) -> Made:
         """Compare, or copy. After this nothing refers to the trainer's tensors."""
-        followed.result()
+        self._follow_late(decision)
         base = None if decision.fresh else decision.base
         stage = Stage(decision.version, base, self.rank, self._council.messenger.size)
         share = self._the_share()
@@ -206,11 +215,10 @@ class Member:
         position = position_of(outcome.manifest)
         try:
             self._the_share().follow(made.result().draft, position)
-        except WeightcastError as error:
-            # The version is committed all the same, and the next publish finds that this copy is of none.
+        except Exception as error:  # noqa: BLE001 - committed all the same; the next publish finds the copy to be of none
             log.warning("rank %d rebuilds its copy: %s", self.rank, error)
         if self.rank == 0:
-            _log(position.manifest)
+            announce(position.manifest)
         return position
 
     def _the_chair(self) -> Chair:
@@ -222,14 +230,3 @@ class Member:
         if self._share is None:
             raise UsageError("nothing was divided among the ranks yet")
         return self._share
-
-
-def _log(manifest: VersionManifest) -> None:
-    log.info(
-        "published version %d: %d of %d elements changed, %d bytes",
-        manifest.version,
-        manifest.totals.changed,
-        manifest.totals.elements,
-        manifest.totals.bytes,
-        extra={"version": manifest.version, "step": manifest.step, "bytes": manifest.totals.bytes},
-    )

@@ -6,15 +6,19 @@ use to the others. In a store a late rank finds what was decided without it.
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Final, Protocol, Self
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import torch.distributed as dist
 
 from weightcast.schemas.errors import StorageError, UsageError
+
+T = TypeVar("T")
 
 _CHUNK_BYTES: Final = 4 << 20
 """Of a value in the store. TCPStore takes at most 8 MiB."""
@@ -139,10 +143,10 @@ class TorchMessenger:
         self.rank, self.size = rank, size
         self._store = store
         self._idle: list[Keys] = []
-        self._said: list[str] = []  # keys that rank 0 will delete; each list belongs to a run of topics
+        self._said: list[str] = []  # keys that rank 0 will delete
+        self._before = 0  # how many of them are of topics before the present one
         self._max_wait_s = _MAX_WAIT_S + size * _WAIT_S_PER_RANK
-        with self._connection() as connection:
-            opened = connection.add(f"weightcast/{name}/opened/{rank}", 1)
+        opened = self._ask(lambda keys: keys.add(f"weightcast/{name}/opened/{rank}", 1))
         self._prefix = f"weightcast/{name}/{opened}"
 
     @classmethod
@@ -157,7 +161,9 @@ class TorchMessenger:
             return None
         others = [f"{topic}/{rank}" for rank in range(1, self.size)]
         missing = self._wait(others, 0.8 * self.timeout_s)
+        self._before = len(self._said)
         if missing:
+            self._said.extend(self._keys(key, 1)[0] for key in others)  # they may still come, unread
             ranks = ", ".join(key.rpartition("/")[2] for key in missing[:10])
             raise Silence(
                 f"rank {ranks} of {self.size} did not come to {topic} within {0.8 * self.timeout_s:g} s",
@@ -179,32 +185,43 @@ class TorchMessenger:
 
     def settled(self) -> None:
         """See `Messenger`. Rank 0 deletes."""
-        said, self._said = self._said, []
-        with self._connection() as connection:
+        said = self._said[: self._before]
+        del self._said[: self._before]
+        self._before = 0
+
+        def forget(keys: Keys) -> None:
             for key in said:
-                connection.delete_key(key)
+                keys.delete_key(key)
+
+        self._ask(forget)
 
     def _put(self, topic: str, text: str) -> None:
         data = zlib.compress(text.encode(), 1)
         chunks = [data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES)]
-        with self._connection() as connection:
-            for number, chunk in enumerate(chunks[1:], 1):
-                connection.set(f"{self._prefix}/{topic}#{number}", chunk)
-            connection.set(f"{self._prefix}/{topic}", f"{len(chunks)} {len(data)} ".encode() + chunks[0])
+        names = self._keys(topic, len(chunks))
+
+        def put(keys: Keys) -> None:
+            for name, chunk in zip(names[1:], chunks[1:], strict=True):
+                keys.set(name, chunk)
+            keys.set(names[0], f"{len(chunks)} {len(data)} ".encode() + chunks[0])
+
+        self._ask(put)
         if not self.rank:
-            self._said += self._keys(topic, len(chunks))
+            self._said.extend(names)
 
     def _get(self, topic: str) -> str:
         """The text at a key that is there."""
-        with self._connection() as connection:
-            count, _, rest = connection.get(f"{self._prefix}/{topic}").partition(b" ")
+
+        def get(keys: Keys) -> tuple[list[str], bytes]:
+            count, _, rest = keys.get(self._keys(topic, 1)[0]).partition(b" ")
             _, _, data = rest.partition(b" ")
-            for number in range(1, int(count)):
-                data += connection.get(f"{self._prefix}/{topic}#{number}")
+            names = self._keys(topic, int(count))
+            return names, data + b"".join(keys.get(name) for name in names[1:])
+
+        names, data = self._ask(get)
         if not self.rank:
-            self._said += self._keys(topic, int(count))
-        text = zlib.decompressobj().decompress(data, _MAX_TEXT_BYTES)
-        return text.decode()
+            self._said.extend(names)
+        return zlib.decompressobj().decompress(data, _MAX_TEXT_BYTES).decode()
 
     def _keys(self, topic: str, count: int) -> list[str]:
         return [f"{self._prefix}/{topic}", *(f"{self._prefix}/{topic}#{n}" for n in range(1, count))]
@@ -212,29 +229,54 @@ class TorchMessenger:
     def _wait(self, topics: list[str], timeout_s: float) -> list[str]:
         """Wait until all are there; those that are not, after the timeout."""
         missing, wait_s, end = list(topics), _FIRST_WAIT_S, time.monotonic() + timeout_s
-        while True:
-            with self._connection() as connection:
-                while missing and connection.check([f"{self._prefix}/{missing[-1]}"]):
-                    missing.pop()
-                if missing and time.monotonic() > end:
-                    return [t for t in missing if not connection.check([f"{self._prefix}/{t}"])]
-            if not missing:
+
+        def look(keys: Keys) -> list[str]:
+            while missing and keys.check(self._keys(missing[-1], 1)):
+                missing.pop()
+            if not missing or time.monotonic() <= end:
                 return []
+            return [topic for topic in missing if not keys.check(self._keys(topic, 1))]
+
+        while True:
+            late = self._ask(look)
+            if late or not missing:
+                return late
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, self._max_wait_s)
 
-    @contextmanager
-    def _connection(self) -> Iterator[Keys]:
-        """A connection of one's own, where torch can make one; requests are short, so a shared one does as well."""
+    def _ask(self, call: Callable[[Keys], T]) -> T:
+        """What a call with a connection of its own gives.
+
+        It is made in a thread, since torch waits for ever where a host is gone without a word.
+
+        Raises:
+            Silence: the store is gone, or does not answer.
+        """
+        outcome: Future[T] = Future()
+        threading.Thread(
+            target=self._answer, args=(call, outcome), name="weightcast-keys", daemon=True
+        ).start()
         try:
-            connection = self._idle.pop() if self._idle else _clone(self._store)
-        except RuntimeError as error:
-            raise _gone(error) from error
-        try:
-            yield connection
+            return outcome.result(self.timeout_s)
+        except FutureTimeout:
+            raise _gone(f"nothing for {self.timeout_s:g} s") from None
         except RuntimeError as error:  # torch's own errors about its store are such; ours are not
-            raise _gone(error) from error
-        self._idle.append(connection)
+            raise _gone(str(error).splitlines()[0]) from error
+
+    def _answer(self, call: Callable[[Keys], T], outcome: Future[T]) -> None:
+        try:
+            try:
+                connection = self._idle.pop()
+            except (
+                IndexError
+            ):  # requests are short: where torch cannot make another connection, one does for all
+                connection = _clone(self._store)
+            found = call(connection)
+        except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
+            outcome.set_exception(error)
+        else:
+            self._idle.append(connection)
+            outcome.set_result(found)
 
 
 def _clone(store: Keys) -> Keys:
@@ -242,10 +284,10 @@ def _clone(store: Keys) -> Keys:
     return store if clone is None else clone()
 
 
-def _gone(error: RuntimeError) -> Silence:
+def _gone(found: str) -> Silence:
     return Silence(
-        f"torch.distributed's store does not answer: {str(error).splitlines()[0]}",
-        hint="the process that keeps it (rank 0, or the launcher) has ended",
+        f"torch.distributed's store does not answer: {found}",
+        hint="the process that keeps it (rank 0, or the launcher) has ended, or hangs",
     )
 
 

@@ -139,7 +139,8 @@ class PartWriter(Closing):
         shared: list[Shared] = [(at, -1, []) for at, entry in enumerate(found.table) if entry.tie]
         share = Share(found.table, shared, self.settings, self._pools, self._rank)
         if head is not None:
-            load(StreamReader.open(self._store), head, share.holding, (), self._pools.compute)
+            reader = StreamReader.open(self._store)
+            load(reader, head, share.holding, (), self._pools.compute, self.settings.row_elements)
             share.is_at(head.sha256)
         self._share = share
         return share

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from weightcast.schemas.dtypes import width_of
-from weightcast.schemas.errors import UsageError
+from weightcast.schemas.errors import UsageError, some
 from weightcast.schemas.layout import Layout, TensorSpec
 
 CUT_ELEMENTS: Final = 1 << 14
@@ -140,10 +140,8 @@ def _with_others(
         else:
             specs[spec.name] = replace(first, name=spec.name, tied_to=first.tied_to or first.name)
     if missing:
-        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
         raise UsageError(
-            f"not published, since the last version has tensors that no rank has now: "
-            f"{', '.join(map(repr, missing[:10]))}{more}",
+            f"not published, since the last version has tensors that no rank has now: {some(missing)}",
             hint="publish every tensor, or name those to drop",
         )
     return specs

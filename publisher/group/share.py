@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -18,10 +20,13 @@ from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.settings import PublisherSettings
 
 from .draft import Draft, Stage
-from .holding import Holding, digest_slice
-from .plan import Entry
+from .holding import Holding, Tile, Tiles
+from .plan import Entry, Piece
 from .tables import Held
 from .words import Shared, pieces_of
+
+BATCH_BYTES: Final = 1 << 18
+"""Of replicated tiles digested in one call of a pool: some thirty norms. A call costs more than one of them."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,9 @@ class Share:
             _own(path, rank) if path is not None else None,
         )
         self._groups = {at: group for at, group, _ in shared if group >= 0}
+        replicated = [Piece(at, table[at].corner) for at in self._groups]
+        self._shared = Tiles(table, replicated, settings.row_elements)
+        self._batches = list(_batches(self._shared.tiles))
         self.base = ""
         self._digest = Digest()
 
@@ -95,16 +103,17 @@ class Share:
     def replicas(self, held: Held, casts: Casts) -> dict[int, dict[int, Digest]]:
         """For each group of ranks that hold the same: digests of the present bits of that, by position in the table."""
 
-        def one(at: int) -> Digest:
-            return digest_slice(held.table[at], held.slices[at], casts, self._settings.row_elements)
+        def some(tiles: Sequence[Tile]) -> list[tuple[int, Digest]]:
+            staged = (Tiles.present(tile, held.slices, held.table, casts) for tile in tiles)
+            return [(s.tile.entry, self._shared.digest_of(s.tile, s.address)) for s in staged]
 
-        for device in {
-            held.slices[at].tensor.device for at in self._groups if held.slices[at].tensor.is_cuda
-        }:
+        tensors = (held.slices[at].tensor for at in self._groups)
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.synchronize(device)  # other threads read on other streams
         found: dict[int, dict[int, Digest]] = {}
-        for at, digest in zip(self._groups, map_ahead(self._pools.compute, one, self._groups), strict=True):
-            found.setdefault(self._groups[at], {})[at] = digest
+        for at, digest in chain.from_iterable(map_ahead(self._pools.compute, some, self._batches)):
+            group = found.setdefault(self._groups[at], {})
+            group[at] = group.get(at, Digest()) + digest
         return found
 
     def follow(self, draft: Draft, position: Position) -> None:
@@ -121,6 +130,20 @@ class Share:
                     f"the copy is {self._digest + moved} after version {position.version}, published was {draft.after}"
                 )
         self._digest, self.base = draft.after, position.sha256
+
+
+def _batches(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
+    """Tiles in their order, in lists of some `BATCH_BYTES`."""
+    batch: list[Tile] = []
+    nbytes = 0
+    for tile in tiles:
+        batch.append(tile)
+        nbytes += tile.nbytes
+        if nbytes >= BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
 
 def _own(path: Path, rank: int) -> Path:

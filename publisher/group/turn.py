@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Final, TypeVar
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
 
 from weightcast.manifest.chain import Position
 from weightcast.manifest.stream import StreamReader
 from weightcast.publisher.label import Label
+from weightcast.publisher.resume import FENCE_TRIES
 from weightcast.publisher.upload import Uploader
 from weightcast.schemas.errors import Conflict, UsageError
 from weightcast.schemas.manifest import VersionManifest, decode
@@ -19,8 +23,14 @@ from .tables import Held
 
 T = TypeVar("T")
 
-_FENCE_TRIES: Final = 5
-"""A predecessor commits at most its one version in flight; more is somebody else at work."""
+
+@dataclass(frozen=True)
+class Asked:
+    """A publish's arguments, looked at; but for `slices` they count on rank 0 alone."""
+
+    label: Label
+    drop: frozenset[str]
+    slices: Held
 
 
 class Turn:
@@ -28,23 +38,17 @@ class Turn:
 
     Args:
         number: of the publish; the same on all ranks.
-        asked: label and slices, or why there are none.
-        drop, reset, wait: as asked.
+        asked: the arguments, or what is wrong with them.
+        reset, wait: as asked.
     """
 
-    def __init__(
-        self,
-        number: int,
-        asked: Future[tuple[Label, Held]],
-        drop: Collection[str],
-        reset: bool,
-        wait: bool,
-    ) -> None:
+    def __init__(self, number: int, asked: Future[Asked], reset: bool, wait: bool) -> None:
         self.number = number
-        self._asked: Future[tuple[Label, Held]] | None = asked
-        self._error = asked.exception()
-        self._label = Label() if self._error is not None else asked.result()[0]
-        self.wish = Wish(number, self._label, frozenset(drop), reset, wait)
+        self._asked: Future[Asked] | None = asked
+        self._reading = threading.Lock()
+        wrong = asked.exception() is not None
+        label, drop = (Label(), frozenset[str]()) if wrong else (asked.result().label, asked.result().drop)
+        self.wish = Wish(number, label, drop, reset, wait)
 
     @property
     def held(self) -> Held:
@@ -56,11 +60,22 @@ class Turn:
         """
         if self._asked is None:
             raise UsageError("the trainer's tensors are not at hand any more")
-        return self._asked.result()[1]
+        return self._asked.result().slices
+
+    @contextmanager
+    def reading(self) -> Iterator[Held]:
+        """The slices, for another thread that reads them; `forget` waits for its end.
+
+        Raises:
+            UsageError: they were forgotten.
+        """
+        with self._reading:
+            yield self.held
 
     def forget(self) -> None:
-        """Let go of the trainer's tensors."""
-        self._asked = None
+        """Let go of the trainer's tensors: from here on nobody reads them."""
+        with self._reading:
+            self._asked = None
 
 
 def attempt(call: Callable[[], T]) -> Future[T]:
@@ -87,19 +102,18 @@ def head_of(reader: StreamReader) -> Position | None:
     return reader.position(head) if head is not None else None
 
 
-def fenced(reader: StreamReader, uploader: Uploader) -> Position | None:
+def fenced(reader: StreamReader, uploader: Uploader, tries: int = FENCE_TRIES) -> Position | None:
     """Commit an empty version on top of the head, so that a predecessor can commit nothing more.
 
     Raises:
         Conflict: another publisher goes on committing.
     """
-    for attempt_left in reversed(range(_FENCE_TRIES)):
-        head = head_of(reader)
-        if head is None:
-            return None
-        try:
-            return uploader.commit(uploader.prepare_empty(head, Label(metadata={"fence": True})))
-        except Conflict:
-            if not attempt_left:
-                raise
-    return None
+    head = head_of(reader)
+    if head is None:
+        return None
+    try:
+        return uploader.commit(uploader.prepare_empty(head, Label(metadata={"fence": True})))
+    except Conflict:
+        if tries == 1:
+            raise
+    return fenced(reader, uploader, tries - 1)

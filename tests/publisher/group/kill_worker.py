@@ -1,4 +1,4 @@
-"""Groups of three processes in which one dies, or sleeps, at a point of a publish: STORE OUT.
+"""Groups of three processes in which one dies, or sleeps, at a point of a publish: STORE OUT SCENARIO...
 
 For each scenario, STORE/SCENARIO has the stream and OUT/SCENARIO-RANK.json what each rank that was left saw of the
 publish in question: version or error, seconds, and what came of the next publish.
@@ -13,37 +13,50 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from tests.faultstore import FaultStore, die
-from tests.publisher.group.kit import model, rows, stir, warm
+from tests.publisher.group.kit import columns, model, rows, stir, warm
 from weightcast.manifest.store import open_store
 from weightcast.publisher.group import GroupPublisher, TorchMessenger
 from weightcast.schemas.errors import WeightcastError
 from weightcast.schemas.settings import PublisherSettings
 
 RANKS: Final = 3
-TIMEOUT_S: Final = 3.0
-SLEEP_S: Final = 7.0
 VICTIM_STEP: Final = 2
 
+
+class Scenario(NamedTuple):
+    """Which rank it is that dies; or that sleeps for so long, where others wait for it for so long."""
+
+    victim: int
+    sleep_s: float = 0.0
+    timeout_s: float = 3.0
+
+
 SCENARIOS: Final = {
-    "before-status": 2,
-    "after-status": 1,
-    "upload": 2,
-    "before-gather": 2,
-    "after-gather": 1,
-    "commit-before": 0,
-    "commit-after": 0,
-    "zero-before-status": 0,
-    "slow-status": 1,
-    "slow-parts": 2,
-    "slow-zero": 0,
+    "before-status": Scenario(2),
+    "before-plan": Scenario(1),
+    "before-ready": Scenario(2),
+    "after-status": Scenario(1),
+    "upload": Scenario(2),
+    "before-gather": Scenario(2),
+    "after-gather": Scenario(1),
+    "commit-before": Scenario(0),
+    "commit-after": Scenario(0),
+    "zero-before-status": Scenario(0),
+    "slow-status": Scenario(1, sleep_s=7),
+    "slow-parts": Scenario(2, sleep_s=7),
+    "slow-zero": Scenario(0, sleep_s=7),
 }
-"""Which rank it is that dies or sleeps."""
+
+HALF_A_MINUTE: Final = {"slow-30-status": Scenario(1, 30, 10), "slow-30-parts": Scenario(2, 30, 10)}
+"""Run beside other tests, since they do nothing but wait."""
+
+ALL: Final = SCENARIOS | HALF_A_MINUTE
 
 
 class Hooked(TorchMessenger):
@@ -76,6 +89,8 @@ def prepare(scenario: str, messenger: Hooked, store: FaultStore) -> None:
         store.on("put", "data/*", die)
     elif scenario == "upload":
         store.on("put", "data/*", die, after=True)
+    elif scenario in ("before-plan", "before-ready"):
+        messenger.before = f"{topic}/{scenario.removeprefix('before-')}"
     elif scenario == "before-gather":
         messenger.before = f"{topic}/parts"
     elif scenario == "after-gather":
@@ -83,8 +98,8 @@ def prepare(scenario: str, messenger: Hooked, store: FaultStore) -> None:
     elif scenario.startswith("commit"):
         store.on("create", "versions/*", die, after=scenario == "commit-after")
     elif scenario.startswith("slow"):
-        messenger.sleep_s = SLEEP_S
-        messenger.before = f"{topic}/parts" if scenario == "slow-parts" else f"{topic}/status"
+        messenger.sleep_s = ALL[scenario].sleep_s
+        messenger.before = f"{topic}/parts" if scenario.endswith("parts") else f"{topic}/status"
     elif scenario.endswith("before-status"):
         messenger.before = f"{topic}/status"
 
@@ -103,12 +118,14 @@ def rank(number: int, port: int, scenario: str, root: str, out: Path) -> None:
         if step:
             stir(whole, step)
         if step == VICTIM_STEP:
-            messenger.timeout_s = TIMEOUT_S
-            if number == SCENARIOS[scenario]:
+            messenger.timeout_s = ALL[scenario].timeout_s
+            if number == ALL[scenario].victim:
                 prepare(scenario, messenger, store)
         begun = time.monotonic()
         try:
-            pending = publisher.publish(rows(whole, number, RANKS), step=step)
+            anew = step == VICTIM_STEP and scenario in ("before-plan", "before-ready")
+            divide = columns if anew else rows  # so that it must be agreed who owns what
+            pending = publisher.publish(divide(whole, number, RANKS), step=step)
             assert pending is not None
             outcome = pending.wait(60).version
         except WeightcastError as error:
@@ -123,28 +140,24 @@ def rank(number: int, port: int, scenario: str, root: str, out: Path) -> None:
     os._exit(0)  # a rank that is gone leaves torch's own groups hanging
 
 
-def main(root: str, out: Path) -> None:
-    """All scenarios at once: they wait most of the time."""
+def main(root: str, out: Path, scenarios: list[str]) -> None:
+    """All scenarios at once: they wait most of the time. Ends with the number of ranks that did not end as they should."""
     warm()
     context = multiprocessing.get_context("fork")
-    crew = []
-    keys = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in SCENARIOS]
-    for scenario, store in zip(SCENARIOS, keys, strict=True):
+    crew = {}
+    keys = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in scenarios]
+    for scenario, store in zip(scenarios, keys, strict=True):
         for number in range(RANKS):
-            crew.append(
-                context.Process(target=rank, args=(number, store.port, scenario, root, out), daemon=True)
-            )
-            crew[-1].start()
-    for process in crew:
+            arguments = (number, store.port, scenario, root, out)
+            crew[scenario, number] = context.Process(target=rank, args=arguments, daemon=True)
+            crew[scenario, number].start()
+    for process in crew.values():
         process.join()
-    codes = [process.exitcode for process in crew]
-    expected = {
-        at * RANKS + victim
-        for at, (scenario, victim) in enumerate(SCENARIOS.items())
-        if not scenario.startswith("slow")
-    }
-    sys.exit(sum(code != (-signal.SIGKILL if at in expected else 0) for at, code in enumerate(codes)))
+    killed = {(name, ALL[name].victim) for name in scenarios if not ALL[name].sleep_s}
+    sys.exit(
+        sum(process.exitcode != (-signal.SIGKILL if who in killed else 0) for who, process in crew.items())
+    )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -26,6 +26,8 @@ from weightcast.subscriber import Subscriber, SubscriberSettings, Tensors
 
 T = TypeVar("T")
 
+RANKS = 3
+
 TIMEOUT_S = 60.0
 
 
@@ -96,6 +98,13 @@ def agreed(outcomes: list[Any]) -> Any:
         else:
             assert other == first
     return first
+
+
+def published(outcomes: list[Any]) -> VersionManifest:
+    """The version that all ranks say was committed."""
+    manifest = agreed(outcomes)
+    assert isinstance(manifest, VersionManifest), manifest
+    return manifest
 
 
 def rows(whole: Mapping[str, torch.Tensor], rank: int, size: int) -> list[Slice]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,48 +13,26 @@ from tests.faultstore import FaultStore, Hold, refuse
 from tests.publisher.hooks.kit import assert_same_bits
 from weightcast.manifest.deltas import changed_positions
 from weightcast.manifest.fetch import DeltaFetcher
-from weightcast.manifest.store import StoreSettings, open_store
 from weightcast.manifest.stream import StreamReader
 from weightcast.publisher import Publisher
 from weightcast.publisher.placement import Slice
 from weightcast.schemas.errors import Conflict, Corrupt, StorageError, UsageError
-from weightcast.schemas.manifest import VersionManifest
 from weightcast.schemas.settings import PublisherSettings
 
-from .kit import Crew, agreed, columns, head, held_by_a_subscriber, model, rebuilt, rows, stir, together
-
-RANKS = 3
-
-
-@pytest.fixture
-def stores() -> list[FaultStore]:
-    """One store in memory, as each rank sees it."""
-    url = f"memory://{uuid.uuid4().hex}"
-    return [FaultStore(open_store(url, settings=StoreSettings(max_attempts=1))) for _ in range(RANKS)]
-
-
-@pytest.fixture
-def crew_at(stores: list[FaultStore]) -> Iterator[Callable[..., Crew]]:
-    """Opens groups of ranks."""
-    opened: list[Crew] = []
-
-    def make(size: int = RANKS, **options: Any) -> Crew:
-        crew = Crew(list(stores[:size]), **options)
-        opened.append(crew)
-        return crew
-
-    yield make
-    for crew in opened:
-        for store in stores:
-            store.heal()
-        crew.close()
-
-
-def published(outcomes: list[Any]) -> VersionManifest:
-    """The version that all ranks say was committed."""
-    manifest = agreed(outcomes)
-    assert isinstance(manifest, VersionManifest), manifest
-    return manifest
+from .kit import (
+    RANKS,
+    Crew,
+    agreed,
+    columns,
+    head,
+    held_by_a_subscriber,
+    model,
+    published,
+    rebuilt,
+    rows,
+    stir,
+    together,
+)
 
 
 def assert_rebuilt(store: Any, expected: dict[str, torch.Tensor]) -> None:

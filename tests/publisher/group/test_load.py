@@ -83,10 +83,10 @@ def test_bits_of_the_head_by_groups_of_tensors(
     monkeypatch.setattr(module, "rebuild", None)  # which would take memory for the whole
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     found, _ = holding()
-    lost = load(reader, reader.position(3), found, ["layer.8.norm", "layer.29.up"], pool)
+    lost = load(reader, reader.position(3), found, ["layer.8.norm", "layer.29.up"], pool, 1 << 16)
     check(found, whole)
     rest, _ = holding()
-    everything = load(reader, reader.position(3), rest, list(whole), pool)
+    everything = load(reader, reader.position(3), rest, list(whole), pool, 1 << 16)
     assert everything == reader.manifest(3).after
     assert lost != everything
 
@@ -124,10 +124,11 @@ def test_a_damaged_snapshot_is_passed_over(tmp_path: Path, pool: ThreadPoolExecu
     check(found, whole)
 
 
-def test_groups_are_cut_beside_large_tensors_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_cut_where_no_row_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GROUP_BYTES", 1000)
     sizes = [10, 600, 600, 70_000, 70_000, 5, 5, 70_000]
     geometry = Geometry(Layout.of(TensorSpec(f"{i}", "U8", (n,)) for i, n in enumerate(sizes)))
-    assert [[s.elements for s in g] for g in tensor_groups(geometry)] == [
-        [10, 600, 600], [70_000], [70_000], [5, 5], [70_000],
+    assert [[s.elements for s in g] for g in tensor_groups(geometry, 1 << 16)] == [
+        [10, 600, 600], [70_000], [70_000, 5, 5], [70_000],
     ]  # fmt: skip
+    assert len(tensor_groups(geometry, 1 << 20)) == 1

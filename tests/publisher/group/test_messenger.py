@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -34,8 +36,42 @@ def test_texts_of_any_length_arrive_and_are_forgotten() -> None:
         zero.broadcast(f"{turn}/b", long)
         assert one.broadcast(f"{turn}/b", None) == long
         assert keys.num_keys() > before
+        one.gather(f"{turn}/c", "")
+        zero.gather(f"{turn}/c", "")
+        zero.broadcast(f"{turn}/d", "not read yet")
         zero.settled()
-        assert keys.num_keys() == before
+        assert keys.num_keys() == before + 2  # of the present topic
+        assert one.broadcast(f"{turn}/d", None) == "not read yet"
+        one.gather(f"{turn}/e", "")
+        zero.gather(f"{turn}/e", "")
+        zero.settled()
+        assert keys.num_keys() == before + 1
+
+
+def test_what_comes_too_late_is_forgotten_as_well() -> None:
+    keys, (zero, one) = pair(0.1)
+    with pytest.raises(Silence):
+        zero.gather("a", "")
+    one.gather("a", "late")
+    assert keys.check([f"{zero._prefix}/a/1"])
+    for topic in ("b", "c"):
+        one.gather(topic, "")
+        zero.gather(topic, "")
+        zero.settled()
+    assert not keys.check([f"{zero._prefix}/a/1"])
+
+
+def test_two_threads_may_want_the_last_idle_connection() -> None:
+    class Taken(list[Any]):
+        """Has one, until somebody takes it."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    _, (zero, one) = pair()
+    zero._idle = Taken()
+    zero.broadcast("t", "said")
+    assert one.broadcast("t", None) == "said"
 
 
 def test_two_groups_of_the_same_ranks_do_not_hear_each_other() -> None:
@@ -65,6 +101,34 @@ def test_a_store_that_is_gone_is_said_to_be() -> None:
     del store
     with pytest.raises(Silence, match="store does not answer"):
         one.broadcast("t", None)
+
+
+def test_a_store_that_does_not_answer_is_waited_for_as_long_as_a_rank() -> None:
+    """As where its host is gone without a word: torch waits for ever."""
+
+    class Hung:
+        """Answers its first request alone."""
+
+        def __init__(self) -> None:
+            self.let_go = threading.Event()
+
+        def add(self, key: str, amount: int, /) -> int:
+            return 1
+
+        def check(self, *_: Any) -> bool:
+            return self.let_go.wait(60)
+
+        set = get = delete_key = check
+
+    keys: Any = Hung()
+    one = TorchMessenger.over(keys, 1, 2, 0.2)
+    begun = time.monotonic()
+    with pytest.raises(Silence, match=r"does not answer: nothing for 0\.2 s"):
+        one.broadcast("t", None)
+    with pytest.raises(Silence, match=r"does not answer: nothing for 0\.2 s"):
+        one.gather("t", "text")
+    assert time.monotonic() - begun < 20
+    keys.let_go.set()
 
 
 def test_without_torch_distributed_there_is_no_messenger_but_one_rank() -> None:
@@ -114,6 +178,28 @@ def test_an_error_is_the_same_on_all_ranks(where: str) -> None:
     ]
     assert [str(f) for f in found] == [expected] * 2
     assert {type(f) for f in found} == ({WeightcastError} if where == "odd" else {Corrupt})
+
+
+def test_rank_0_goes_on_only_after_its_decision_even_if_it_can_tell_nobody() -> None:
+    class Lost(Alone):
+        """Says nothing to anybody."""
+
+        timeout_s = 0.2
+
+        def broadcast(self, topic: str, text: str | None) -> str:
+            raise Silence("gone")
+
+    decided = []
+
+    def slowly(texts: list[str]) -> str:
+        time.sleep(0.4)
+        decided.extend(texts)
+        return ""
+
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(Silence):
+            Council(Lost(), pool).meet("t", "a", slowly)
+        assert decided == ["a"]
 
 
 def test_a_rank_that_does_not_come_is_an_error_for_the_others() -> None:

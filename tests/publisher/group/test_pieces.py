@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.faultstore import FaultStore, Hold
 from weightcast.codec import Geometry
 from weightcast.codec.digest import digest_all
 from weightcast.codec.memory import Memory
@@ -23,7 +24,7 @@ from weightcast.publisher.group.holding import Holding, cut_into_tiles
 from weightcast.publisher.group.plan import Corner, Entry, Piece
 from weightcast.publisher.placement import Slice
 from weightcast.publisher.sources import Casts
-from weightcast.schemas.errors import UsageError
+from weightcast.schemas.errors import StorageError, UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.settings import PublisherSettings
 
@@ -41,7 +42,7 @@ def test_tiles_follow_each_other_in_the_boxs_own_order(extent: list[int], limit:
     assert seen == list(range(math.prod(extent)))
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_an_assembly_of_tiles_is_the_tensor(data: st.DataObject) -> None:
     """Columns, rows and blocks of two ranks, read back in pieces of any length."""
@@ -102,6 +103,25 @@ def test_an_assembly_holds_few_tiles_and_fetches_some_again(monkeypatch: pytest.
         Assembly(store, layout, []).read(layout["w"], 0, whole.numel())
 
 
+def test_a_whole_part_that_was_given_up_sends_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightcast.publisher.group.draft.WHOLE_SHARD_BYTES", 1)
+    whole = torch.randn(64, 16)
+    entry = Entry("w", "F32", (64, 16), Corner((0, 0), (64, 16)))
+    holding = Holding([entry], [Piece(0, entry.corner)], 16)
+    holding.copy(holding.staged([Slice("w", (64, 16), (0, 0), whole)], [entry], Casts({})))
+    store, hold = FaultStore(open_store(f"memory://{uuid.uuid4().hex}")), Hold()
+    store.on("put", "data/*", hold, skip=2)
+    with ThreadPoolExecutor(1) as compute, ThreadPoolExecutor(1) as transfer, ThreadPoolExecutor(1) as helper:
+        draft = Draft(holding, Stage(0, None, 0, 1), store, PublisherSettings(), compute, transfer)
+        sending = helper.submit(draft.finished)
+        assert hold.reached.wait(10)
+        draft.cancel()
+        hold.release()
+        with pytest.raises(StorageError, match="given up"):
+            sending.result(10)
+    assert len(store.keys("put")) < 8, "of 64"
+
+
 def test_memory_of_a_holding_is_what_is_owned_and_can_be_mapped(tmp_path: object) -> None:
     from pathlib import Path
 
@@ -111,4 +131,9 @@ def test_memory_of_a_holding_is_what_is_owned_and_can_be_mapped(tmp_path: object
     assert (holding.elements, holding.nbytes) == (500, 1000)
     whole = torch.randn(100, 30).bfloat16()
     holding.copy(holding.staged([Slice("w", (100, 30), (0, 0), whole)], [entry], Casts({})))
-    assert path.read_bytes()[:1000] == whole[10:30, 5:].contiguous().view(torch.uint8).numpy().tobytes()
+    bits = whole[10:30, 5:].contiguous().view(torch.uint8).numpy().tobytes()
+    assert path.read_bytes()[:1000] == bits
+    again = Holding([entry], [Piece(0, entry.corner)], 1 << 16, path)  # a later one leaves it what it has
+    assert holding.old(holding.tiles[0]).tobytes() == bits
+    again.copy(again.staged([Slice("w", (100, 30), (0, 0), whole)], [entry], Casts({})))
+    assert path.read_bytes()[:6000] == whole.view(torch.uint8).numpy().tobytes()

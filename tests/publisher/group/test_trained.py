@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,10 @@ import pytest
 from weightcast.manifest.store import open_store
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.manifest import VersionManifest
+
+from . import kill_worker
+from .kill_worker import HALF_A_MINUTE
+from .test_killed import check as check_ending
 
 ROOT = Path(__file__).parents[3]
 WORKER = "tests.publisher.group.trained_worker"
@@ -24,23 +30,59 @@ KINDS = [f"{way}-{model}" for way in ("fsdp", "hsdp", "tp") for model in ("dense
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def late(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """Groups in which a rank is half a minute late, and their folder. They sleep while others train."""
+    folder = tmp_path_factory.mktemp("late")
+    with launched(kill_worker.__name__, folder, HALF_A_MINUTE) as process:
+        yield folder, process
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, late: object) -> Path:
     """The folder in which all kinds were trained: 20 AdamW versions on four ranks, then 3 on two."""
     folder = tmp_path_factory.mktemp("trained")
-    command = [sys.executable, "-m", WORKER, str(folder), str(folder), *KINDS]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, timeout=390, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    with launched(WORKER, folder, KINDS) as process:
+        ended(process)
     return folder
+
+
+@contextmanager
+def launched(module: str, folder: Path, names: Iterable[str]) -> Iterator[subprocess.Popen[str]]:
+    """A worker at work in a folder."""
+    command = [sys.executable, "-m", module, str(folder), str(folder), *names]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    """Wait until it has done well."""
+    _, errors = process.communicate(timeout=390)
+    assert process.returncode == 0, errors
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_way_to_shard_arrives_bit_for_bit_without_a_collective(kind: str, run: Path) -> None:
-    """Show 1 of many writers."""
+def test_b092_each_way_to_shard_arrives_bit_for_bit_and_meanwhile_a_rank_is_late(
+    late: tuple[Path, subprocess.Popen[str]], run: Path
+) -> None:
+    """Show 1 of many writers; and of show 2 a rank that is 30 s late, where others wait for 10 s: see `test_killed`.
+
+    One test, so that one worker trains, and nobody waits for those who sleep.
+    """
+    for kind in KINDS:
+        check_kind(kind, run)
+    folder, process = late
+    ended(process)
+    for scenario in HALF_A_MINUTE:
+        check_ending(scenario, folder)
+
+
+def check_kind(kind: str, run: Path) -> None:
+    """What must hold of one way to shard, on four ranks and then on two."""
     reader = StreamReader.open(open_store(str(run / kind)))
     four, two = (
         [json.loads((run / f"{kind}-{n}-{rank}.json").read_text()) for rank in range(n)] for n in (4, 2)
@@ -56,7 +98,7 @@ def check(kind: str, ranks: list[dict[str, Any]], versions: list[VersionManifest
     assert all(ranks[0]["equal"]), kind
     for said in ranks:
         assert said["versions"] == ranks[0]["versions"], kind
-        assert said["collectives"] == [], kind
+        assert said["collectives"] == 0, kind
         assert said["longest"] < 10_000, (
             kind
         )  # of a text that passed between ranks; the weights have 100,000 bytes

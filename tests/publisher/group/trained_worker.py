@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +18,17 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.publisher.group.kit import warm
 from tests.publisher.hooks.kit import tiny_qwen3
-from weightcast.publisher.group import GroupPublisher, TorchMessenger
+from weightcast.benchmarks.lab.traffic import CountedMessenger, traffic
+from weightcast.publisher.group import GroupPublisher
 from weightcast.schemas.settings import PublisherSettings
 from weightcast.subscriber import Subscriber, Tensors
 
 STEPS, MORE_STEPS = 20, 3
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-COLLECTIVES = [
-    name
-    for name in dir(dist)
-    if name.startswith(
-        ("all_", "broadcast", "reduce", "gather", "scatter", "send", "recv", "isend", "irecv", "barrier")
-    )
-    and callable(getattr(dist, name))
-]
 
 
 def dense() -> Any:
@@ -103,47 +93,6 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-class Counted(TorchMessenger):
-    """Counts what passes between ranks."""
-
-    nbytes = 0
-    longest = 0
-
-    def gather(self, topic: str, text: str) -> list[str] | None:
-        self.nbytes += len(text)
-        self.longest = max(self.longest, len(text))
-        return super().gather(topic, text)
-
-    def broadcast(self, topic: str, text: str | None) -> str:
-        said = super().broadcast(topic, text)
-        self.nbytes += len(said)
-        self.longest = max(self.longest, len(said))
-        return said
-
-
-@contextmanager
-def collectives(seen: list[str]) -> Iterator[None]:
-    """Notes every call of a function of torch.distributed that passes data, from any thread, and below DTensor."""
-    originals: dict[str, Callable[..., Any]] = {name: getattr(dist, name) for name in COLLECTIVES}
-
-    def noting(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            seen.append(name)
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in COLLECTIVES:
-        setattr(dist, name, noting(name))
-    try:
-        with CommDebugMode() as below:
-            yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-    seen += ["below"] * below.get_total_counts()
-
-
 def run(kind: str, root: str, out: Path, ranks: int, start: Path | None) -> None:
     """Train and publish one model in one way."""
     way, _, size = kind.partition("-")
@@ -153,19 +102,20 @@ def run(kind: str, root: str, out: Path, ranks: int, start: Path | None) -> None
         model.load_state_dict(torch.load(start))
     model, tensor_parallel, data = sharded(model, way, ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
-    messenger, seen = Counted(30), list[str]()
+    messenger, collectives = CountedMessenger(30), 0
     publisher = GroupPublisher(root, messenger, PublisherSettings(threads=1, snapshot_every=0))
     said: dict[str, Any] = {"versions": [], "equal": [], "changed": [], "elements": 0}
     engine, subscriber, before = {}, None, None
     for number in range(STEPS if start is None else MORE_STEPS):
         if number or start is None:
             step(model, optimizer, data, tensor_parallel, number)
-        with collectives(seen):
+        with traffic() as counted:
             pending = publisher.publish(
                 model.state_dict(), step=number, files={} if number else {"config.json": b"{}"}
             )
             assert pending is not None
             said["versions"].append(pending.wait(60).version)
+        collectives += counted.calls
         expected = whole(model)
         if dist.get_rank() == 0:
             if subscriber is None:
@@ -175,7 +125,7 @@ def run(kind: str, root: str, out: Path, ranks: int, start: Path | None) -> None
             said["equal"].append(_equal(engine, expected))
             said["changed"].append(None if before is None else _changes(before, expected))
             before = expected
-    said |= {"collectives": sorted(set(seen)), "nbytes": messenger.nbytes, "longest": messenger.longest}
+    said |= {"collectives": collectives, "nbytes": messenger.nbytes, "longest": messenger.longest}
     said["elements"] = publisher.elements
     publisher.close()
     if subscriber is not None:
