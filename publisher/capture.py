@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
-from weightcast.codec import Geometry, Interval, Memory, digest_all
+from weightcast.codec import Geometry, Interval, Memory, digest_all, joined
 from weightcast.codec.space import SMALL_ELEMENTS
 from weightcast.manifest.rebuild import State, digest_of, retained, under_layout
 from weightcast.schemas.digest import Digest
-from weightcast.schemas.errors import Corrupt, UsageError
+from weightcast.schemas.errors import Corrupt, UsageError, some
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.shard import Codec
 
@@ -167,7 +167,7 @@ class DeltaCapture:
             for i in geometry.intervals(self._row_elements)
             if geometry[i.dtype].describe(i).tensor not in self._done
         ]
-        self._encode(geometry, new, old, rest)
+        self._encode(geometry, new, old, joined(rest, self._row_elements, self._capture.rows.codec))
         lost = Digest()
         if capture.relaid:
             kept = set(retained(state.layout, layout))
@@ -225,7 +225,7 @@ def _next_layout(
     missing = [s.name for s in before if s.name not in specs and s.name not in drop]
     if missing:
         raise UsageError(
-            f"not published, since the last version has tensors that are missing now: {_some(missing)}",
+            f"not published, since the last version has tensors that are missing now: {some(missing)}",
             hint="publish every tensor, or name those to drop",
         )
     empty = [
@@ -235,13 +235,7 @@ def _next_layout(
     ]
     if empty:
         raise UsageError(
-            f"not published, since tensors that had data are empty placeholders now: {_some(empty)}",
+            f"not published, since tensors that had data are empty placeholders now: {some(empty)}",
             hint="gather the parameters before they are published",
         )
     return Layout.of(specs.values())
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(repr(n) for n in names[:10]) + (
-        f" and {len(names) - 10} more" if len(names) > 10 else ""
-    )

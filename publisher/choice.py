@@ -10,7 +10,7 @@ from weightcast.schemas.shard import Codec
 Chosen = Literal["gap", "class"]
 
 CLASS_BYTES: Final = 0.66
-"""Bytes of `class` for each of `gap`, until both were seen: 0.64 to 0.67 on the real trace (decision 009)."""
+"""Bytes of `class` for each of `gap`, until both were seen: 0.64 to 0.68 on the real trace (decisions 009, 012)."""
 
 CLASS_ELEMENT_S: Final = 0.2e-9
 CLASS_CHANGE_S: Final = 27e-9

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
-from typing import Final
+from concurrent.futures import Executor, Future, wait
+from typing import Final, TypeVar
 
 from weightcast.codec import FlatSpace, Found, Geometry, Interval, Memory, code, find
 from weightcast.manifest.rebuild import State
@@ -24,6 +24,12 @@ FOUND_SHARE: Final = 16
 
 MOST_FOUND_BYTES: Final = 256 << 20
 """And never more, whatever the model's size: those of 3.2 billion elements at 1 %."""
+
+HANDED_OVER: Final = 64
+"""Intervals whose rows are handed over together: each time the calling thread wakes, it takes a core from those who
+compare, while the trainer waits."""
+
+T = TypeVar("T")
 
 
 class Coder:
@@ -56,7 +62,7 @@ class Coder:
                 found = find(geometry[interval.dtype], new, old, interval)
                 return found.digest, found.change, self._made(geometry, interval, found, old, olds.lasting)
 
-        for interval, (digest, change, made) in zip(intervals, self._pool.map(one, intervals), strict=True):
+        for interval, (digest, change, made) in zip(intervals, self._in_order(one, intervals), strict=True):
             if isinstance(made, Row):
                 self._rows.add(interval, ready(made))
             elif made is not None:
@@ -64,6 +70,18 @@ class Coder:
                 self._waiting.append((future, made))
                 self._rows.add(interval, future)
             yield digest, change
+
+    def _in_order(self, call: Callable[[Interval], T], intervals: Sequence[Interval]) -> Iterator[T]:
+        """`pool.map`, but the calling thread wakes only now and then."""
+        futures = [self._pool.submit(call, interval) for interval in intervals]
+        try:
+            for at in range(0, len(futures), HANDED_OVER):
+                some = futures[at : at + HANDED_OVER]
+                wait(some)
+                yield from (future.result() for future in some)
+        finally:
+            for future in futures:  # after an error nobody wants the rest
+                future.cancel()
 
     def _made(
         self, geometry: Geometry, interval: Interval, found: Found, old: Memory, lasting: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -12,6 +13,21 @@ from weightcast.schemas.errors import StorageError
 from weightcast.schemas.manifest import VersionManifest
 
 from .capture import Capture
+
+log = logging.getLogger(__name__)
+
+
+def announce(manifest: VersionManifest) -> None:
+    """Log that a version is committed."""
+    totals = manifest.totals
+    log.info(
+        "published version %d: %d of %d elements changed, %d bytes",
+        manifest.version,
+        totals.changed,
+        totals.elements,
+        totals.bytes,
+        extra={"version": manifest.version, "step": manifest.step, "bytes": totals.bytes},
+    )
 
 
 @dataclass

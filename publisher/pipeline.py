@@ -22,7 +22,7 @@ from weightcast.schemas.shard import Codec
 from .baseline import Baseline
 from .capture import Capture
 from .follow import Follower
-from .job import Job
+from .job import Job, announce
 from .label import Label
 from .resume import Keeper
 from .snapshots import Snapshots
@@ -137,9 +137,7 @@ class Pipeline:
         """See that `job` will be worked on, and carries the files of versions that it replaces or that failed."""
         if self._closing:
             raise UsageError("this publisher is closed", hint="open a new one")
-        if (
-            not self._running
-        ):  # the main thread had ended, and this one with it, when another thread published
+        if not self._running:  # it had ended with the main thread, when another one published
             self._thread = self._started()
         label = job.capture.label
         if label.files is None:
@@ -224,9 +222,8 @@ class Pipeline:
     def _process(self, job: Job) -> None:
         if self._dead is not None:
             raise self._dead
-        capture = job.capture
+        capture, manifest = job.capture, None
         parent = self.baseline.position if self.baseline else self._parent
-        manifest: VersionManifest | None
         if capture.fresh is not None:
             manifest = self._uploader.prepare_reset(capture, parent)
         elif parent is None:
@@ -250,13 +247,12 @@ class Pipeline:
             self._commit(job, manifest)
 
     def _commit(self, job: Job, manifest: VersionManifest) -> None:
+        self._unsettled = job, manifest  # until its outcome is known, whatever happens
         try:
             position = self._uploader.commit(manifest)
-        except StorageError:
-            self._unsettled = (job, manifest)
-            raise
-        except WeightcastError:
-            self._unsettled = None
+        except WeightcastError as error:
+            if not isinstance(error, StorageError):
+                self._unsettled = None
             raise
         self._unsettled = None
         try:
@@ -266,14 +262,7 @@ class Pipeline:
                 f"version {position.version} is committed, but the baseline could not follow: {error}",
                 hint="restart the publisher",
             )
-        log.info(
-            "published version %d: %d of %d elements changed, %d bytes",
-            position.version,
-            manifest.totals.changed,
-            manifest.totals.elements,
-            manifest.totals.bytes,
-            extra={"version": position.version, "step": manifest.step, "bytes": manifest.totals.bytes},
-        )
+        announce(manifest)
         with self._changed:
             self._error = None  # what failed before is made up for
             if self._files is job.capture.label.files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -27,15 +27,11 @@ from .detectors.detector import Detector, Named
 from .job import PendingVersion
 from .label import Label
 from .pipeline import Pipeline
-from .resume import Keeper, load_baseline, newest_snapshot
+from .resume import FENCE_TRIES, Keeper, load_baseline, newest_snapshot
 from .rounds import Rounds, Source
 from .sources import Casts, Item, Tensors, items
 from .upload import Uploader
 from .workers import Workers
-
-_FENCE_TRIES: Final = (
-    5  # a predecessor commits at most its one version in flight; more is somebody else at work
-)
 
 
 class Publisher(Audience, OneProcess):
@@ -97,7 +93,7 @@ class Publisher(Audience, OneProcess):
 
     def _resume(self, reader: StreamReader, fence: bool) -> None:
         """Go on from the head; and again from a newer one, if a predecessor was just committing that."""
-        for attempt in range(_FENCE_TRIES):
+        for attempt in range(FENCE_TRIES):
             head = reader.head()
             if head is None:
                 return
@@ -110,7 +106,7 @@ class Publisher(Audience, OneProcess):
                 return
             except Conflict:
                 pipeline.close(None)
-                if attempt == _FENCE_TRIES - 1:
+                if attempt == FENCE_TRIES - 1:
                     raise
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 
 import numpy as np
@@ -31,15 +31,33 @@ def rebase_rows(
 
     def one(interval: Interval) -> tuple[Interval, Row | None]:
         space = state.geometry[interval.dtype]
-        old = _patched(space, state, interval, committed.get(interval))
-        new = _patched(space, state, interval, waiting.get(interval))
+        old, new = (_patched(space, state, interval, rows) for rows in groups[interval])
         return interval, encode(space, new, old, interval, level, codec=codec).row
 
-    return {interval: row for interval, row in pool.map(one, {**committed, **waiting}) if row is not None}
+    groups = _by_widest(committed, waiting)
+    return {interval: row for interval, row in pool.map(one, groups) if row is not None}
 
 
-def _patched(space: FlatSpace, state: State, interval: Interval, row: Row | None) -> Memory:
-    """A copy of the interval with `row` applied, at addresses at which the codec finds it."""
+def _by_widest(*both: Mapping[Interval, Row]) -> dict[Interval, tuple[list[Row], ...]]:
+    """Rows of each side by the intervals that lie in no other.
+
+    Of two intervals that a capture may have, the one lies in the other, or they have nothing in common: `split` always
+    cuts alike, and `joined` puts whole intervals together, or does not (`class`).
+    """
+    groups: dict[Interval, tuple[list[Row], ...]] = {}
+    widest: Interval | None = None
+    for interval in sorted({i for rows in both for i in rows}, key=lambda i: (i.dtype, i.start, -i.length)):
+        if widest is None or interval.dtype != widest.dtype or interval.start >= widest.stop:
+            widest = interval
+            groups[widest] = tuple([] for _ in both)
+        for rows, group in zip(both, groups[widest], strict=True):
+            if interval in rows:
+                group.append(rows[interval])
+    return groups
+
+
+def _patched(space: FlatSpace, state: State, interval: Interval, rows: Iterable[Row]) -> Memory:
+    """A copy of the interval with `rows` applied, at addresses at which the codec finds it."""
     copy = np.empty(interval.length, f"u{space.width}")
     memory = Memory.blank(state.geometry)
     first, last = space.tensor_at(interval.start), space.tensor_at(interval.stop - 1)
@@ -55,7 +73,7 @@ def _patched(space: FlatSpace, state: State, interval: Interval, row: Row | None
                 copy.ctypes.data + (begin - interval.start - inside) * space.width,
                 copy,
             )
-    if row is not None:
+    for row in rows:
         changes, _ = decode(space, row, state.memory)
         copy[changes.positions - interval.start] = changes.values
     return memory

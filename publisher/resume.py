@@ -6,6 +6,7 @@ import json
 import logging
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import Final
 
 from weightcast.codec import Geometry, Memory
 from weightcast.manifest.rebuild import State, proved, read_chain, rebuild, snapshot_choices
@@ -13,6 +14,9 @@ from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import Gap, Untrusted, WeightcastError
 
 log = logging.getLogger(__name__)
+
+FENCE_TRIES: Final = 5
+"""Empty versions tried. A predecessor commits at most its one version in flight; more is somebody else at work."""
 
 
 class Keeper:

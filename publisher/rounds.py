@@ -56,6 +56,10 @@ class Rounds:
         job = Job(capture_fresh(detection.following(found) if detection else found, label, self._pool))
         if detection is not None:
             detection.captured(job, None)
+        before, after = pipeline.baseline, job.capture.layout
+        self._dropped = (
+            {s.name for s in before.layout if s.name not in after} if before is not None else set()
+        )
         pipeline.queue(job)
         return PendingVersion(job.futures[0], pipeline.told)
 

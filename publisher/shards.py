@@ -20,7 +20,10 @@ UPLOADS_AHEAD: Final = 8
 """Shards on their way at once: with 8 MiB each and 60 ms round trips, enough to fill 1 Gbit/s."""
 
 FIRST_SHARD_BYTES: Final = 1 << 20
-"""The first shard is closed after so many bytes, each later one after twice as many, up to the setting."""
+"""The first shards are closed after so many bytes, each later one after an eighth of what was closed before it, up to
+the setting: what is coded last leaves last, and that is to be little."""
+
+_GROWTH: Final = 8
 
 LAST_SHARD_BYTES: Final = 1 << 20
 """What is left at the end is spread over connections that are free, in shards of at least so many bytes."""
@@ -109,15 +112,14 @@ class ShardWriter:
 def batches(rows: Iterable[Row], shard_bytes: int) -> Iterator[list[Row]]:
     """Rows by shard, each yielded as soon as it is full."""
     batch: list[Row] = []
-    nbytes = 0
-    limit = min(FIRST_SHARD_BYTES, shard_bytes)
+    nbytes = closed = 0
     for row in rows:
         batch.append(row)
         nbytes += row.nbytes
-        if nbytes >= limit:
+        if nbytes >= min(max(FIRST_SHARD_BYTES, closed // _GROWTH), shard_bytes):
             yield batch
+            closed += nbytes
             batch, nbytes = [], 0
-            limit = min(2 * limit, shard_bytes)
     yield from spread(batch, min(LAST_SHARD_BYTES, shard_bytes))
 
 

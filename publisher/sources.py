@@ -7,7 +7,6 @@ be gone when the next one is asked for, so each is dealt with before that.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,12 +18,12 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from weightcast.codec.memory import bytes_at
+from weightcast.codec.rounding import round_all
 from weightcast.schemas.dtypes import TORCH_NAMES, WIDTHS
 from weightcast.schemas.errors import UsageError
 from weightcast.schemas.layout import TensorSpec
 from weightcast.schemas.wrappers import NameMap
-
-from .detectors.kernels import cast
 
 Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -59,11 +58,7 @@ class Item:
 
     def array(self) -> npt.NDArray[np.uint8]:
         """The bytes, without a copy."""
-        if not self.spec.nbytes:
-            return np.empty(0, np.uint8)
-        return np.frombuffer(
-            memoryview((ctypes.c_uint8 * self.spec.nbytes).from_address(self.address)), np.uint8
-        )
+        return bytes_at(self.address, self.spec.nbytes)
 
     def copied(self) -> Item:
         """The same bits in memory of their own."""
@@ -133,7 +128,7 @@ def _round(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
     if plain and (tensor.dtype, dtype) == (torch.float32, torch.bfloat16):
         bits = torch.empty(tensor.shape, dtype=torch.uint16)  # one pass, where the way below has five
-        cast(tensor.view(-1).numpy().view(np.uint32), bits.view(-1).numpy())
+        round_all(tensor.view(-1).numpy().view(np.uint32), bits.view(-1).numpy())
         return bits.view(dtype)
     rounded = tensor.to(dtype)
     if tensor.is_floating_point() and rounded.is_floating_point() and rounded.element_size() >= 2:

@@ -18,6 +18,7 @@ from weightcast.manifest.commit import (
 from weightcast.manifest.rebuild import State
 from weightcast.manifest.snapshot import ReadPiece, write_snapshot
 from weightcast.manifest.stream import StreamReader
+from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import UsageError
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.manifest import (
@@ -97,45 +98,56 @@ class Uploader:
         """Write a snapshot of a fresh capture; the manifest that would commit the version that starts from it."""
         if capture.fresh is None:
             raise UsageError("only a fresh capture can start a chain")
-        version = parent.version + 1 if parent else 0
         memory = capture.fresh
 
         def read(spec: TensorSpec, begin: int, end: int) -> bytes:
             return memory.tensor(spec.name).reshape(-1)[begin:end].tobytes()
 
-        layout = self.layout_ref(capture.layout)
+        return self.prepare_whole(capture.label, parent, capture.layout, capture.after, read)
+
+    def prepare_whole(
+        self, label: Label, parent: Position | None, layout: Layout, after: Digest, read: ReadPiece
+    ) -> VersionManifest:
+        """Write a snapshot of bits with digest `after`; the manifest that would commit the version that starts from it.
+
+        Args:
+            label: of the version.
+            parent: the head; None: there is none yet.
+            layout: the tensors.
+            after: of all their bits; `read` is trusted to give those.
+            read: gives their bits, in ascending order.
+        """
+        version = parent.version + 1 if parent else 0
+        ref = self.layout_ref(layout)
         folder = snapshot_folder(version, new_token())
-        files = self.files(parent) if capture.label.files is None else capture.label.files
-        snapshot = self.write_snapshot(
-            folder, version, capture.layout, layout, capture.after.hex, read, files
-        )
+        files = self._files(parent) if label.files is None else label.files
         return self.manifest(
-            capture.label,
+            label,
             version=version,
             parent=parent,
-            layout=layout,
-            elements=capture.layout.elements,
-            dense_bytes=capture.layout.nbytes,
-            digest_after=capture.after.hex,
+            layout=ref,
+            elements=layout.elements,
+            dense_bytes=layout.nbytes,
+            digest_after=after.hex,
             shards=[],
-            snapshot=snapshot,
+            snapshot=self._write_snapshot(folder, version, layout, ref, after.hex, read, files),
         )
 
     def snapshot(self, state: State, read: ReadPiece) -> ObjectRef:
         """Write a snapshot of a committed version beside the chain."""
         manifest = state.position.manifest
         folder = snapshot_folder(manifest.version)
-        files = self.files(state.position)
-        return self.write_snapshot(
+        files = self._files(state.position)
+        return self._write_snapshot(
             folder, manifest.version, state.layout, manifest.layout, manifest.digest_after, read, files
         )
 
-    def files(self, position: Position | None) -> dict[str, bytes]:
+    def _files(self, position: Position | None) -> dict[str, bytes]:
         """The companion files of a version."""
         listed = self.reader.files(position.manifest.files).files if position else []
         return {f.name: self._store.fetch(file_key(f.sha256), size=f.size, sha256=f.sha256) for f in listed}
 
-    def write_snapshot(
+    def _write_snapshot(
         self,
         folder: str,
         version: int,
@@ -145,7 +157,7 @@ class Uploader:
         read: ReadPiece,
         files: Mapping[str, bytes],
     ) -> ObjectRef:
-        """Write a snapshot; `read` gives its tensors' bits, `ref` and `digest` are what its manifest names."""
+        """Write a snapshot; `ref` and `digest` are what its manifest names."""
         return write_snapshot(
             self._store,
             folder,
@@ -223,6 +235,6 @@ class Uploader:
         """
         position = commit(self._store, manifest)
         if self._hint is not None:
-            self._hint.result()  # so that an old one is not written over a new one
+            self._hint.exception()  # waits, so that an old one is not written over a new one; a lost one does no harm
         self._hint = self._pool.submit(hint_head, self._store, position.version)
         return position

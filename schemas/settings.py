@@ -46,7 +46,7 @@ class PublisherSettings(BaseSettings):
         "auto: either, by the speed of the link",
     )
     row_elements: int = Field(
-        default=1 << 21, ge=1 << 16, le=1 << 24, description="elements a row of a delta covers at most"
+        default=1 << 22, ge=1 << 16, le=1 << 24, description="elements a row of a delta covers at most"
     )
     shard_bytes: int = Field(
         default=8 * MIB,
@@ -87,7 +87,7 @@ class SubscriberSettings(BaseSettings):
         default_factory=lambda: min(8, os.cpu_count() or 1),
         ge=1,
         le=256,
-        description="threads that fetch and decode",
+        description="threads that decode and prove",
     )
     poll_s: float = Field(
         default=0.5,
@@ -100,13 +100,15 @@ class SubscriberSettings(BaseSettings):
     )
     cut_through: bool = Field(
         default=False,
-        description="fetch shards before their version is committed; each poll then lists them, too",
+        description="fetch shards before their version is committed; they are listed while it is due",
     )
     fetch_bytes: int = Field(
         default=128 * MIB, ge=MIB, description="bytes of shards held while they are fetched ahead"
     )
     fold_bytes: int = Field(
-        default=512 * MIB, ge=MIB, description="changes of several versions folded into one apply, at most"
+        default=64 * MIB,
+        ge=MIB,
+        description="changes of versions after which no further one is folded with them",
     )
     max_lag: int | None = Field(
         default=None, ge=0, description="versions behind the head beyond which the subscriber is not ready"

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from weightcast.codec import Geometry
+from weightcast.codec.rounding import round_all
 from weightcast.schemas.digest import Digest
 
 from .detector import Attempt, Detector, every_piece, values
-from .kernels import Bits, Positions, cast, invert, look
+from .kernels import Bits, Positions, invert, look
 from .ledger import Ledger
 from .pieces import Piece
 from .steps import Rates, Step, Steps, reach, refusal
@@ -120,7 +121,7 @@ class _Parameter:
             out, opens, nears,
         )  # fmt: skip
         bits = np.empty(near, np.uint16)
-        cast(new[nears[:near]].view(np.uint32), bits)
+        round_all(new[nears[:near]].view(np.uint32), bits)
         ledger.note(piece.name, piece.begin, len(new), nears[:near], bits)
         return opens[:opened]
 

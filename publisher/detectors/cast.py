@@ -6,24 +6,28 @@ from bisect import bisect_right
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from weightcast.codec import Geometry
+from weightcast.codec.rounding import round_all
 from weightcast.schemas.digest import Digest
 
 from .casting import Casting
 from .detector import Attempt, Detector, values
-from .kernels import Bits, Positions, cast, first_of_both, replace_bits
-from .pieces import Piece
+from .kernels import Bits, Positions, first_of_both, replace_bits, round_over
+from .pieces import Piece, Rooms
 from .stepping import Stepping, refusal
 from .steps import unseen
 
-STRETCH: Final = 1 << 20  # elements that one thread casts at once: 2 MiB of bits
+STRETCH: Final = 1 << 18  # elements that one thread casts at once; it keeps room for a list of all: 1.5 MiB
 
 MAX_ELEMENTS: Final = 1 << 32  # of a tensor: places are noted in 32 bits
+
+Place = tuple[int, torch.Tensor]  # an address, and what begins there
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +77,10 @@ class Cast(Detector):
         super().__init__()
         self.fault = ""  # what was not seen since the last version
         self._pool = pool
+        self._rooms = Rooms()
         self._steppings: list[Stepping] = []
         self._generations: list[_Generation] = []
-        self._places: list[tuple[int, torch.Tensor]] = []  # bf16 tensors by address, ascending
+        self._places: list[Place] | None = None  # of watched bf16 tensors, ascending; None: not looked for
 
     def casting(self) -> AbstractContextManager[object]:
         """Within, `copy_` and `torch._foreach_copy_` into watched bf16 tensors are seen, whoever calls them."""
@@ -110,10 +115,8 @@ class Cast(Detector):
     def _cast(self, tensor: torch.Tensor, inside: int, flat: torch.Tensor, given: torch.Tensor) -> None:
         def one(begin: int) -> Firsts:
             part = given[begin : begin + STRETCH].to("cpu", torch.float32).contiguous()
-            fresh = np.empty(part.numel(), np.uint16)
-            cast(part.numpy().view(np.uint32), fresh)
             bits = flat[begin : begin + STRETCH].view(torch.uint16).numpy()
-            return _replaced(bits, fresh, inside + begin)
+            return self._replaced(part.numpy(), bits, inside + begin)
 
         self._note(tensor, list(self._pool.map(one, range(0, flat.numel(), STRETCH))))
 
@@ -134,9 +137,19 @@ class Cast(Detector):
 
         def one(begin: int) -> Firsts:
             part = Piece("", begin, min(begin + STRETCH, tensor.numel()), 0)
-            return _replaced(before[part.begin : part.end], bits_of(tensor, part), begin)
+            return self._replaced(values(tensor, part), before[part.begin : part.end], begin)
 
         self._note(tensor, list(self._pool.map(one, range(0, tensor.numel(), STRETCH))))
+
+    def _replaced(self, found: npt.NDArray[Any], bits: Bits, begin: int) -> Firsts:
+        """Overwrite `bits`, which begin at element `begin` of their tensor, by bf16 bits or by fp32 numbers rounded."""
+        with self._rooms.room(6 * len(bits)) as room:
+            places, olds = room[: 4 * len(bits)].view(np.uint32), room[4 * len(bits) :].view(np.uint16)
+            if found.dtype == np.uint16:
+                count = replace_bits(found, bits, begin, places, olds)
+            else:
+                count = round_over(found.view(np.uint32), bits, begin, places, olds)
+            return Firsts(places[:count].copy(), olds[:count].copy())
 
     def _note(self, tensor: torch.Tensor, parts: list[Firsts]) -> None:
         if self._generations and any(len(part.places) for part in parts):
@@ -145,21 +158,18 @@ class Cast(Detector):
             )
             self._generations[-1].add(id(tensor), firsts)
 
-    def _overlapping(self, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
-        if not self._places:
-            self._find_places()
-        found = []
-        for address, tensor in reversed(
-            self._places[: bisect_right(self._places, stop - 1, key=lambda p: p[0])]
-        ):
-            if address + 2 * tensor.numel() <= start:
-                break
-            found.append((address, tensor))
-        return found[::-1]
+    def _overlapping(self, start: int, stop: int) -> list[Place]:
+        """The watched bf16 tensors in these addresses, ascending."""
+        places = self._places if self._places is not None else self._find_places()
+        last = first = bisect_right(places, stop - 1, key=lambda place: place[0])
+        while first and places[first - 1][0] + 2 * places[first - 1][1].numel() > start:
+            first -= 1
+        return places[first:last]
 
-    def _find_places(self) -> None:
+    def _find_places(self) -> list[Place]:
         bf16 = {id(t): t for t in self._watched.values() if t.dtype is torch.bfloat16}
         self._places = sorted(((t.data_ptr(), t) for t in bf16.values()), key=lambda place: place[0])
+        return self._places
 
     def _suits(self, tensor: torch.Tensor) -> bool:
         return not unseen(tensor, torch.float32, torch.bfloat16) and 0 < tensor.numel() < MAX_ELEMENTS
@@ -191,7 +201,7 @@ class Cast(Detector):
     def forget(self) -> None:
         """See `Detector`."""
         self._generations = []
-        self._places = []
+        self._places = None
 
     def settle(self, digest: Digest) -> None:
         """See `Detector`."""
@@ -245,12 +255,5 @@ def bits_of(tensor: torch.Tensor, piece: Piece) -> Bits:
     if found.dtype == np.uint16:
         return found
     bits = np.empty(len(found), np.uint16)
-    cast(found.view(np.uint32), bits)
+    round_all(found.view(np.uint32), bits)
     return bits
-
-
-def _replaced(bits: Bits, fresh: Bits, begin: int) -> Firsts:
-    """Overwrite `bits`, which begin at element `begin` of their tensor, and note where that changes them."""
-    places, olds = np.empty(len(bits), np.uint32), np.empty(len(bits), np.uint16)
-    count = replace_bits(bits, fresh, places, olds)
-    return Firsts(places[:count] + np.uint32(begin), olds[:count].copy())

@@ -23,8 +23,6 @@ a t for any next step that moves by at most `reach`. An open element that was no
 attempt: nothing is guessed. What this argument does not cover (values that underflow, a step that was not what it was
 taken for) shows in the digest.
 
-**Casting.** bf16 bits are rounded to nearest even from fp32 bits, as torch does for all numbers; a NaN becomes 0x7FC0.
-
 Arguments: arrays are of one piece, contiguous, of n elements; outputs hold n.
 """
 
@@ -36,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightcast.codec.jit import kernel
+from weightcast.codec.rounding import round_all, rounded
 
 Floats = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.uint16]
@@ -55,16 +54,8 @@ UPDATE: Final = 17 * ROUNDING
 TINY: Final = 1e-300
 """Leaves zeros open, of which nothing here can tell the sign; next to any other fp32 number it is nothing."""
 
-_HALF: Final = 0x7FFF
-_NAN: Final = 0x7FC0
 _OPEN: Final = 1
 _NEAR: Final = 2
-
-
-@kernel
-def rounded(bits: np.uint32) -> np.uint32:
-    """The bf16 bits of the number with these fp32 bits, which is no NaN."""
-    return (bits + np.uint32(_HALF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
 
 @kernel
@@ -170,15 +161,6 @@ def _decide(low: Floats, high: Floats, low_near: Floats, high_near: Floats, olds
 
 
 @kernel
-def cast(words: Words, bits: Bits) -> None:
-    """Round numbers, given as their fp32 bits, to bf16 bits."""
-    for i in range(words.size):
-        word = words[i]
-        is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-        bits[i] = np.uint16(_NAN) if is_nan else np.uint16(rounded(word))
-
-
-@kernel
 def settle(opens: Positions, places: Positions, bits: Bits, olds: Bits) -> int:
     """Give open elements the bits that were noted at `places`; both ascend. How many were not noted."""
     missing, j = 0, 0
@@ -193,19 +175,43 @@ def settle(opens: Positions, places: Positions, bits: Bits, olds: Bits) -> int:
 
 
 @kernel
-def replace_bits(bits: Bits, fresh: Bits, places: Positions, olds: Bits) -> int:
-    """Overwrite `bits` by `fresh`; list where that changes them, with those from before. How many there are."""
+def replace_bits(fresh: Bits, bits: Bits, begin: int, places: Positions, olds: Bits) -> int:
+    """Overwrite `bits`, the first of which has place `begin`; list where that changes them, with those from before.
+
+    Returns:
+        How many there are.
+    """
     found = 0
     for at in range(0, bits.size, BLOCK):
         stop = min(at + BLOCK, bits.size)
-        differ = np.uint16(0)
-        for i in range(at, stop):
-            differ |= bits[i] ^ fresh[i]
-        if differ:
-            for i in range(at, stop):
-                places[found], olds[found] = i, bits[i]
-                found += bits[i] != fresh[i]
-                bits[i] = fresh[i]
+        found = _replace(fresh[at:stop], bits[at:stop], begin + at, found, places, olds)
+    return found
+
+
+@kernel
+def round_over(words: Words, bits: Bits, begin: int, places: Positions, olds: Bits) -> int:
+    """As `replace_bits`, by numbers that are given as their fp32 bits."""
+    fresh = np.empty(BLOCK, np.uint16)
+    found = 0
+    for at in range(0, bits.size, BLOCK):
+        stop = min(at + BLOCK, bits.size)
+        block = fresh[: stop - at]
+        round_all(words[at:stop], block)
+        found = _replace(block, bits[at:stop], begin + at, found, places, olds)
+    return found
+
+
+@kernel
+def _replace(fresh: Bits, bits: Bits, begin: int, found: int, places: Positions, olds: Bits) -> int:
+    """A block of them, whose list goes on at `found`."""
+    differ = np.uint16(0)
+    for i in range(bits.size):
+        differ |= bits[i] ^ fresh[i]
+    if differ:
+        for i in range(bits.size):
+            places[found], olds[found] = begin + i, bits[i]
+            found += bits[i] != fresh[i]
+            bits[i] = fresh[i]
     return found
 
 

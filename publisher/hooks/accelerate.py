@@ -7,16 +7,14 @@ from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from weightcast.publisher.group import GroupPublisher
 from weightcast.publisher.job import PendingVersion
 from weightcast.publisher.publisher import Publisher
-from weightcast.schemas.errors import UsageError
 from weightcast.schemas.settings import PublisherSettings
 
-from .outlet import Outlet
-from .whole import check_whole
+from .outlet import GroupOutlet, Outlet, outlet_of
+from .whole import check_sharding
 
 
 class AcceleratePublisher:
@@ -38,9 +36,7 @@ class AcceleratePublisher:
         self._accelerator = accelerator
         self._settings = settings
         self._stream = stream
-        self._group = stream if isinstance(stream, GroupPublisher) else None
-        self._outlet = None if isinstance(stream, GroupPublisher) else Outlet(stream, settings)
-        self._last: PendingVersion | None = None
+        self._outlet: Outlet | GroupOutlet | None = None
 
     def publish(
         self,
@@ -56,32 +52,14 @@ class AcceleratePublisher:
             WeightcastError: as `GroupPublisher.publish`, or with one process `Publisher.publish`, says.
         """
         whole: torch.nn.Module = self._accelerator.unwrap_model(model)
-        if not any(isinstance(p, DTensor) for p in whole.parameters()):
-            check_whole(whole)
-        tensors = whole.state_dict()
-        if self._outlet is not None and not (dist.is_initialized() and dist.get_world_size() > 1):
-            return self._outlet.publish(tensors, step=step, metadata=metadata)
-        pending = self._opened().publish(tensors, step=step, metadata=metadata)
-        if pending is None:
-            raise UsageError("the version was skipped, although it was to wait for the one before")
-        self._last = pending
-        return pending
-
-    def _opened(self) -> GroupPublisher:
-        if self._group is None:
-            if not isinstance(self._stream, str):
-                raise UsageError(
-                    "an open Publisher is of one process, and there are several",
-                    hint="pass the stream's URL, or an open GroupPublisher, on all ranks",
-                )
-            self._group = GroupPublisher(self._stream, settings=self._settings)
-        return self._group
+        check_sharding(whole)
+        if self._outlet is None:
+            several = dist.is_initialized() and dist.get_world_size() > 1
+            group = several or isinstance(self._stream, GroupPublisher)
+            self._outlet = outlet_of(self._stream, self._settings, group=group)
+        return self._outlet.publish(whole.state_dict(), step=step, metadata=metadata)
 
     def close(self) -> None:
         """Wait for what is on its way, and close. Before `accelerator.end_training()`."""
         if self._outlet is not None:
             self._outlet.close()
-        if self._group is not None and not isinstance(self._stream, GroupPublisher):
-            self._group.close()
-        elif self._last is not None:
-            self._last.wait()

@@ -1,14 +1,27 @@
-"""Whether a model is whole in this process: one process publishes, so it must have everything."""
+"""Whether a model is whole in this process: where one process publishes, it must have everything."""
 
 from __future__ import annotations
 
 from itertools import chain
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightcast.publisher.placement import partitioned
 from weightcast.schemas.errors import UsageError
+
+
+def check_sharding(model: torch.nn.Module) -> bool:
+    """Check that `model` lies on several ranks as DTensors, or else is whole here; whether it is the former.
+
+    Raises:
+        UsageError: as `check_whole`.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return True
+    check_whole(model)
+    return False
 
 
 def check_whole(model: torch.nn.Module) -> None:

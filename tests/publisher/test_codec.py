@@ -24,7 +24,7 @@ def test_by_class(store: FaultStore, publisher_at: At) -> None:
     for version in (1, 2, 3):
         model = trained(model, version)
         manifest = publisher.publish(model).wait()
-        assert manifest.features == ["class"]
+        assert manifest.features == ["class", "packed"]
         assert {r.tensor for r in rows_of(store, manifest) if r.coding == "class"} == {"a", "b"}
         assert_version(store, version, copy_of(model))
     assert publisher.publish(model).wait().features == []  # nothing changed
@@ -36,6 +36,31 @@ def test_by_gap_unless_told_otherwise(store: FaultStore, publisher: Publisher) -
     manifest = publisher.publish(trained(weights(), 1)).wait()
     assert manifest.features == []
     assert {r.coding for r in rows_of(store, manifest)} == {"gap"}
+
+
+def test_gap_joins_tensors_in_rows_and_class_does_not(store: FaultStore, publisher_at: At) -> None:
+    publisher = publisher_at(codec="gap")
+    publisher.publish(weights()).wait()
+    model = trained(weights(), 1)
+    (row,) = [r for r in rows_of(store, publisher.publish(model).wait()) if r.dtype == "BF16"]
+    assert (row.tensor, row.tensors, row.length) == ("a", 3, 80_000 + 90_000 + 300)
+    assert_version(store, 1, copy_of(model))
+    publisher.close()
+    by_class = publisher_at(codec="class")
+    model = trained(model, 2)
+    manifest = by_class.publish(model).wait()
+    assert {r.tensors for r in rows_of(store, manifest) if r.coding == "class"} == {1}
+    assert_version(store, manifest.version, copy_of(model))
+
+
+def test_tensors_that_are_gone_at_once_have_rows_of_their_own(
+    store: FaultStore, publisher: Publisher
+) -> None:
+    publisher.publish(weights()).wait()
+    model = trained(weights(), 1)
+    rows = rows_of(store, publisher.publish((n, t.clone()) for n, t in model.items()).wait())
+    assert {r.tensor for r in rows if r.dtype == "BF16"} >= {"a", "b"}
+    assert_version(store, 1, copy_of(model))
 
 
 def test_versions_that_coalesce_are_coded_anew(store: FaultStore, publisher_at: At) -> None:
@@ -50,7 +75,7 @@ def test_versions_that_coalesce_are_coded_anew(store: FaultStore, publisher_at: 
     publisher.publish(states[2])
     waiting = publisher.publish(states[3])
     hold.release()
-    assert waiting.wait().features == ["class"]
+    assert waiting.wait().features == ["class", "packed"]
     assert_version(store, 1, copy_of(states[1]))
     assert_version(store, 2, copy_of(states[3]))
 
@@ -64,5 +89,5 @@ def test_a_release_without_it_stops_by_name(
     monkeypatch.setattr(documents, "FEATURES", frozenset())
     reader = StreamReader.open(store)
     assert reader.manifest(0).features == []
-    with pytest.raises(Unsupported, match=r"features \['class'\]"):
+    with pytest.raises(Unsupported, match=r"features \['class', 'packed'\]"):
         reader.manifest(1)

@@ -13,6 +13,7 @@ import torch
 from weightcast.publisher import Publisher
 from weightcast.publisher.pipeline import Pipeline
 from weightcast.schemas.errors import Conflict, Corrupt, StorageError, UsageError, WeightcastError
+from weightcast.schemas.names import HEAD_KEY
 
 from ..faultstore import FaultStore, Hold, refuse
 from ..versions import Bits, assert_version, chain_of, changed_places, copy_of, objects_in, read, state_at
@@ -247,6 +248,58 @@ def test_a_dropped_name_need_not_be_dropped_again(store: FaultStore, publisher: 
     assert_version(store, 1, copy_of({"w": torch.ones(5)}))
     assert_version(store, 2, copy_of(less))
     publisher.publish(full).wait()
+    with pytest.raises(UsageError, match="'x'"):
+        publisher.publish(less)
+
+
+def test_a_commit_that_ends_in_an_error_nobody_foresaw_is_found_out_about(
+    store: FaultStore, publisher: Publisher
+) -> None:
+    def fail(_: str) -> None:
+        raise RuntimeError("told to fail")
+
+    publisher.publish({"w": torch.zeros(5)}).wait()
+    store.on("create", "versions/*", fail, after=True, times=1)
+    with pytest.raises(WeightcastError, match="publishing failed: RuntimeError: told to fail"):
+        publisher.publish({"w": torch.ones(5)}).wait()
+    assert publisher.publish({"w": torch.full((5,), 2.0)}).wait().version == 2
+    assert_version(store, 1, copy_of({"w": torch.ones(5)}))
+    assert_version(store, 2, copy_of({"w": torch.full((5,), 2.0)}))
+
+
+def test_a_hint_that_is_lost_does_no_harm(store: FaultStore, publisher: Publisher) -> None:
+    def fail(_: str) -> None:
+        raise RuntimeError("an error that no store should raise")
+
+    store.on("put", HEAD_KEY, fail)
+    for version in range(3):
+        assert publisher.publish({"w": torch.full((5,), float(version))}).wait().version == version
+    assert HEAD_KEY in store.keys("put")
+
+
+def test_what_a_reset_leaves_out_need_not_be_dropped(store: FaultStore, publisher: Publisher) -> None:
+    full, less = {"w": torch.zeros(5), "x": torch.ones(5)}, {"w": torch.ones(5)}
+    publisher.publish(full).wait()
+    hold = Hold()
+    store.on("create", "versions/*", hold, times=1)
+    publisher.publish(less, reset=True)
+    assert hold.reached.wait(10)
+    threading.Timer(0.1, hold.release).start()
+    less["w"] = torch.full((5,), 2.0)
+    publisher.publish(less).wait()  # as if it came after the commit
+    assert_version(store, 2, copy_of(less))
+
+
+def test_a_drop_that_failed_is_not_meant_after_a_reset_that_has_the_name(
+    store: FaultStore, publisher: Publisher
+) -> None:
+    full, less = {"w": torch.zeros(5), "x": torch.ones(5)}, {"w": torch.ones(5)}
+    publisher.publish(full).wait()
+    store.on("put", "layouts/*", refuse)
+    with pytest.raises(StorageError):
+        publisher.publish(less, drop=["x"]).wait()
+    store.heal()
+    publisher.publish(full, reset=True).wait()
     with pytest.raises(UsageError, match="'x'"):
         publisher.publish(less)
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,10 +15,9 @@ import torch
 from weightcast.manifest.store import Store, open_store
 from weightcast.publisher import Publisher
 
+from ..nursery import Nursery
 from ..versions import chain_of, copy_of, objects_in, walk
 from .trainer import state
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(params=["local", "seaweedfs"])
@@ -37,15 +33,16 @@ def local_url(tmp_path: Path) -> str:
 
 
 class Trainer:
-    """A trainer process, a child of the nursery."""
+    """A trainer process."""
 
     def __init__(self, nursery: Nursery, folder: Path, url: str, command: tuple[object, ...]) -> None:
-        self._nursery = nursery
         self._out, self._err = folder / f"{uuid.uuid4().hex}.out", folder / f"{uuid.uuid4().hex}.err"
         environment = {k: v for k, v in os.environ.items() if k.startswith(("AWS_", "RACE_"))}
-        run = [url, *map(str, command)]
-        self.pid = nursery.ask(run=run, environment=environment, out=str(self._out), err=str(self._err))
-        self.ended = False
+        run = "tests.publisher.trainer:main"
+        self.process = nursery.start(
+            run, url, *command, environment=environment, out=self._out, err=self._err
+        )
+        self.pid = self.process.pid
 
     def said(self) -> list[str]:
         """Lines of stdout so far."""
@@ -60,40 +57,15 @@ class Trainer:
 
     def outcome(self) -> tuple[int, list[str], str]:
         """Exit code (negative: the signal that ended it), lines of stdout, stderr."""
-        code = self._nursery.ask(wait=self.pid)
-        self.ended = True
-        return code, self.said(), self._err.read_text()
-
-
-class Nursery:
-    """The process that all trainers are forks of."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.publisher.trainer"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def ask(self, **request: object) -> int:
-        """One request, one number."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        return self.process.wait(), self.said(), self._err.read_text()
 
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
     """One for all tests of this module."""
-    found = Nursery()
+    found = Nursery("tests.publisher.trainer")
     yield found
-    assert found.process.stdin is not None
-    found.process.stdin.close()
-    found.process.wait(30)
+    found.close()
 
 
 @pytest.fixture
@@ -107,9 +79,7 @@ def spawn(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
 
     yield start
     for trainer in started:
-        if not trainer.ended:
-            os.kill(trainer.pid, signal.SIGKILL)
-            trainer.outcome()
+        trainer.process.end()
 
 
 def committed(lines: list[str]) -> dict[int, int]:

@@ -1,10 +1,5 @@
 """A trainer in a process of its own, for tests that stop, kill and fork it.
 
-    python -m tests.publisher.trainer                    # a nursery: forks a trainer for each line of stdin
-
-Importing what a trainer needs takes seconds, so the nursery imports it once and each trainer is a fork of it, from before
-any thread was started. It is a process like any other: it runs to the end of this file and leaves by the normal way.
-
 State k (0, 1, 2 ...) is a function of k alone, so that a test can check any version by its step. Prints
 "committed VERSION STEP" once a version is known to be committed.
 """
@@ -20,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import s3fs  # noqa: F401 - imported by the nursery, not by each trainer
+import s3fs  # noqa: F401 - imported once by the nursery, not by each trainer
 import torch
 
 from weightcast.manifest.store import Store, StoreSettings, open_store
@@ -227,8 +222,9 @@ def fork(url: str) -> None:
         os._exit(0)
 
 
-def main(url: str, command: str, *arguments: str) -> None:
-    """Run one of the above."""
+def main() -> None:
+    """Run one of the above: URL COMMAND ARGUMENTS."""
+    url, command, *arguments = sys.argv[1:]
     commands: dict[str, Callable[..., None]] = {
         "kill": lambda point: kill_at(url, point),
         "restart": lambda k: restart(url, int(k)),
@@ -240,28 +236,3 @@ def main(url: str, command: str, *arguments: str) -> None:
         "fork": lambda: fork(url),
     }
     commands[command](*arguments)
-
-
-def nurse() -> list[str] | None:
-    """Serve requests, one JSON object a line, each answered by one: in a trainer returns what to run, at the end None."""
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "wait" in request:
-            _, status = os.waitpid(request["wait"], 0)
-            print(os.waitstatus_to_exitcode(status), flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(request["environment"])
-            for descriptor, path in enumerate(["/dev/null", request["out"], request["err"]]):
-                os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), descriptor)
-            command: list[str] = request["run"]
-            return command
-        print(pid, flush=True)
-    return None
-
-
-if __name__ == "__main__":
-    run = nurse()
-    if run is not None:
-        main(*run)

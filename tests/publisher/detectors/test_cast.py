@@ -159,6 +159,38 @@ def test_casts_through_a_flat_buffer(publisher_at: Make, reader: Reader) -> None
     assert (reader.wrong, reader.resets) == (0, [0])
 
 
+def test_copies_past_what_is_watched_cost_a_look_at_addresses_alone(
+    publisher_at: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no bf16 tensor is watched at all: the list is made once for a block of casts."""
+    looks: list[int] = []
+    find = Cast._find_places
+    monkeypatch.setattr(Cast, "_find_places", lambda detector: looks.append(1) or find(detector))
+    publisher = publisher_at(detector="cast", cast={"*": "BF16"})
+    publisher.watch(None, {"w": torch.zeros(70_000)})
+    others = [torch.zeros(8, dtype=torch.bfloat16) for _ in range(20)]
+    with detector_of(publisher).casting():
+        for other in others:
+            other.copy_(torch.ones(8))
+    assert len(looks) == 1
+    assert all(bool((other == 1).all()) for other in others)
+
+
+def test_a_copy_over_some_of_many_neighbours(publisher_at: Make) -> None:
+    flat = torch.zeros(40 * 66_000, dtype=torch.bfloat16)
+    tensors = {f"p{i}": flat[66_000 * i : 66_000 * (i + 1)] for i in range(40)}
+    publisher = publisher_at(detector="cast")
+    publisher.watch(None, tensors)
+    detector = detector_of(publisher)
+    for first, count in ((0, 1), (3, 2), (39, 1), (0, 40)):
+        start = flat.data_ptr() + 2 * 66_000 * first
+        found = detector._overlapping(start, start + 2 * 66_000 * count)
+        assert [tensor.data_ptr() for _, tensor in found] == [start + 2 * 66_000 * i for i in range(count)]
+    assert detector._overlapping(flat.data_ptr() - 8, flat.data_ptr()) == []
+    past = flat.data_ptr() + 2 * flat.numel()
+    assert detector._overlapping(past, past + 8) == []
+
+
 def test_a_version_that_is_not_committed_loses_nothing(
     publisher_at: Make, reader: Reader, store: FaultStore
 ) -> None:

@@ -74,27 +74,20 @@ def undone(
     return olds, list(opens[:opened])
 
 
-def test_casts_round_to_nearest_even() -> None:
-    every = np.arange(0, 2**32, 65_537, dtype=np.uint64).astype(np.uint32)
-    ties = (np.arange(0, 2**16, dtype=np.uint32) << np.uint32(16)) | np.uint32(0x8000)
-    words = np.concatenate([every, ties, ties - np.uint32(1), ties + np.uint32(1)])
-    bits = np.empty(len(words), np.uint16)
-    kernels.cast(words, bits)
-    numbers = torch.from_numpy(words.view(np.float32))
-    nan = numbers.isnan().numpy()
-    assert (bits[~nan] == bf16_bits(numbers)[~nan]).all()
-    assert (bits[nan] == 0x7FC0).all()
-
-
-def test_replaced_bits_are_listed() -> None:
+@pytest.mark.parametrize("fp32", [False, True])
+def test_replaced_bits_are_listed(fp32: bool) -> None:
     random = np.random.default_rng(0)
     for density in (0.0, 0.001, 0.3, 1.0):
-        old = random.integers(0, 2**16, 5_000).astype(np.uint16)
+        old = random.integers(0, 2**14, 5_000).astype(np.uint16)  # no NaNs
         fresh = np.where(random.random(5_000) < density, old ^ np.uint16(0x100), old)
         bits, places, olds = old.copy(), np.empty(5_000, np.uint32), np.empty(5_000, np.uint16)
-        count = kernels.replace_bits(bits, fresh, places, olds)
+        if fp32:
+            words = (fresh.astype(np.uint32) << np.uint32(16)) + random.integers(0, 2**15, 5_000, np.uint32)
+            count = kernels.round_over(words, bits, 70, places, olds)
+        else:
+            count = kernels.replace_bits(fresh, bits, 70, places, olds)
         assert (bits == fresh).all()
-        assert (places[:count] == np.flatnonzero(old != fresh)).all()
+        assert (places[:count] == np.flatnonzero(old != fresh) + 70).all()
         assert (olds[:count] == old[old != fresh]).all()
 
 

@@ -68,3 +68,14 @@ def tiny_qwen3(**changes: Any) -> Any:
         "tie_word_embeddings": True,
     }
     return Qwen3ForCausalLM(Qwen3Config(**(sizes | changes)))
+
+
+def sharded(model: Any) -> Any:
+    """`model` under FSDP2 on two ranks, each layer by itself, some parameters in uneven parts."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)

@@ -1,4 +1,4 @@
-"""accelerate's own `Accelerator`: one process, and two with DDP and FSDP2 over gloo."""
+"""accelerate's own `Accelerator`: one process, and two with DDP and FSDP2 over gloo, also under `Trainer`."""
 
 from __future__ import annotations
 
@@ -11,26 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from weightcast.manifest.export import fetch_files
+from weightcast.publisher import Publisher
+from weightcast.publisher.group import GroupPublisher
 from weightcast.publisher.hooks.accelerate import AcceleratePublisher
+from weightcast.publisher.hooks.outlet import outlet_of
+from weightcast.schemas.errors import UsageError
 
 from .kit import assert_same_bits, followed, reader_at, tiny_qwen3, versions
 
-ROOT = Path(__file__).parents[3]
 WORKER = "tests.publisher.hooks.accelerate_worker"
-PORT_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-
-
-def launch(mode: str, root: Path, out: Path, ranks: int = 2) -> None:
-    """Run the worker with torch's own launcher on this machine."""
-    environment = {k: v for k, v in os.environ.items() if k not in PORT_VARIABLES}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    subprocess.run(
-        [*command, "-m", WORKER, mode, str(root), str(out)],
-        check=True,
-        timeout=100,
-        env=environment | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-        cwd=ROOT,
-    )
 
 
 def test_one_process(root: str) -> None:
@@ -50,33 +40,69 @@ def test_one_process(root: str) -> None:
     assert [v.step for v in versions(root)] == [0, 1, 2]
 
 
+def test_an_open_publisher_of_the_other_kind_is_refused(root: str) -> None:
+    with Publisher(root + "/one") as one, pytest.raises(UsageError, match="of one process"):
+        outlet_of(one, None, group=True)
+    with GroupPublisher(root + "/all") as group, pytest.raises(UsageError, match="of all ranks"):
+        outlet_of(group, None, group=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which two ranks were trained in each mode."""
+    folder = tmp_path_factory.mktemp("accelerate")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, "-m", WORKER, str(folder), "ddp", "fsdp2", "fsdp2-broken", "trainer"]
+    subprocess.run(command, check=True, timeout=110, env=environment, cwd=Path(__file__).parents[3])
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_two_ranks(mode: str, tmp_path: Path) -> None:
-    root, out = tmp_path / "store", tmp_path / "out"
-    out.mkdir()
-    launch(mode, root, out)
+def test_two_ranks(mode: str, run: Path) -> None:
+    out, root = run / mode, str(run / mode / "store")
     said = json.loads((out / "0.json").read_text())
     assert said["versions"] == [0, 1, 2]
     assert json.loads((out / "1.json").read_text())["versions"] == [0, 1, 2]
     assert bool(said["parts"]) == (mode == "fsdp2")
     assert all(0 < part < 1 for part in said["parts"])
     expected = torch.load(out / "whole.pt")
-    assert_same_bits(followed(str(root), expected), expected)
+    assert_same_bits(followed(root, expected), expected)
     for version in (1, 2):  # both ranks sent something
-        shards = reader_at(str(root)).manifest(version).shards
+        shards = reader_at(root).manifest(version).shards
         assert {shard.key.partition("publisher.")[2][0] for shard in shards} == {"0", "1"}
-    assert [v.step for v in versions(str(root))] == [0, 1, 2]
-    assert all(v.changed > 0 for v in versions(str(root)))
+    assert [v.step for v in versions(root)] == [0, 1, 2]
+    assert all(v.changed > 0 for v in versions(root))
 
 
 @pytest.mark.slow
-def test_an_error_on_one_rank_is_raised_on_all_and_the_next_step_is_published(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    launch("fsdp2-broken", tmp_path / "store", tmp_path / "out")
-    said = [json.loads((tmp_path / "out" / f"{rank}.json").read_text()) for rank in (0, 1)]
+def test_an_error_on_one_rank_is_raised_on_all_and_the_next_step_is_published(run: Path) -> None:
+    out = run / "fsdp2-broken"
+    said = [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert said[0]["error"].startswith("rank 1: cannot reach data/")
     assert said[1]["error"] == said[0]["error"]
     assert said[0]["versions"] == said[1]["versions"] == [0, 1]
-    expected = torch.load(tmp_path / "out" / "whole.pt")
-    assert_same_bits(followed(str(tmp_path / "store"), expected), expected)
+    expected = torch.load(out / "whole.pt")
+    assert_same_bits(followed(str(out / "store"), expected), expected)
+
+
+@pytest.mark.slow
+def test_the_callback_of_a_trainer_on_two_ranks(run: Path) -> None:
+    """Each publishes its own, without a collective; config and tied head come along."""
+    out, root = run / "trainer", str(run / "trainer" / "store")
+    said = [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for one in said:
+        assert one["stamps"] == [[0, 0], [1, 2], [2, 4], [3, 5]]
+        assert one["collectives"] == 0
+        assert one["parts"]
+        assert all(0 < part < 1 for part in one["parts"])
+        assert "another form of what this sharded model holds" in one["experts"]
+    assert [v.step for v in versions(root)] == [0, 2, 4, 5]
+    expected = torch.load(out / "whole.pt")
+    assert_same_bits(followed(root, expected), expected)
+    reader = reader_at(root)
+    manifest = reader.manifest(3)
+    assert {shard.key.partition("publisher.")[2][0] for shard in manifest.shards} == {"0", "1"}
+    assert reader.layout(manifest.layout)["lm_head.weight"].tied_to == "model.embed_tokens.weight"
+    assert "config.json" in fetch_files(reader, manifest.files)
+    assert reader.manifest(2).metadata["trainer"]["loss"] > 0
