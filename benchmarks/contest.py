@@ -7,21 +7,26 @@ busy machine. Contestants work on one row (or as many elements) at a time, sprea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import cached_property
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from weightcast.codec import Geometry, Interval, Memory, decode, encode, scatter
+from weightcast.codec import Geometry, Interval, Memory, encode, joined, update
 from weightcast.codec.digest import digest
 from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.settings import PublisherSettings
-from weightcast.schemas.shard import Codec, Row, encode_shard
+from weightcast.schemas.shard import Codec, Row, store_shard
 
 from . import yardsticks
+from .part import cores
 from .yardsticks import U16, Format
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 CODECS: Final[tuple[Codec, ...]] = ("gap", "class")
 
@@ -32,7 +37,8 @@ class Pair:
     Attributes:
         old, new, scratch: uint16, all tensors end to end.
         old_memory, new_memory, scratch_memory: the same for the codec.
-        geometry, space, intervals: rows as a publisher makes them.
+        geometry, space: of the model.
+        intervals: as a publisher cuts it.
     """
 
     def __init__(self, old: Mapping[str, U16], new: Mapping[str, U16]) -> None:
@@ -51,7 +57,11 @@ class Pair:
         ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes.values()])
         return Memory.over(self.geometry, dict(zip(self.shapes, np.split(bits, ends[:-1]), strict=True)))
 
-    @property
+    def rows(self, codec: Codec) -> list[Interval]:
+        """What each row covers when a publisher codes it so."""
+        return joined(self.intervals, PublisherSettings().row_elements, codec)
+
+    @cached_property
     def changed(self) -> int:
         """Elements that differ."""
         return int(np.count_nonzero(self.old != self.new))
@@ -120,6 +130,11 @@ def _plain(pair: Pair) -> dict[str, Entry]:
     """What bounds all others."""
     whole = pair.slices(by_tensor=False)
     new = pair.new_memory
+    changed = [
+        at
+        for piece in whole
+        if len(at := np.flatnonzero(piece.of(pair.old) != piece.of(pair.new)) + piece.start)
+    ]
 
     def scan(piece: Piece) -> None:
         even = piece.length & ~3
@@ -141,6 +156,12 @@ def _plain(pair: Pair) -> dict[str, Entry]:
             lambda i: encode(pair.space, new, new, i),
             pair.intervals,
         ),
+        "touch_apply": Entry(
+            "read and write what changed, nothing else",
+            "xor_zstd_apply",
+            lambda at: yardsticks.touch(pair.scratch, at),
+            changed,
+        ),
     }
 
 
@@ -150,15 +171,16 @@ def _ours(pair: Pair, codec: Codec) -> dict[str, Entry]:
     def write(interval: Interval) -> Row | None:
         return encode(pair.space, new, old, interval, codec=codec).row
 
-    rows = [row for interval in pair.intervals if (row := write(interval)) is not None]
+    intervals = pair.rows(codec)
+    rows = [row for row in _all(write, intervals) if row is not None]
 
     def apply(row: Row) -> None:
-        scatter(pair.space, target, decode(pair.space, row, old)[0])
+        update(pair.space, row, target)
 
     _check(pair, codec, apply, rows)
     return {
         codec: Entry(
-            f"`{codec}`: compare, digest, encode", "xor_zstd", write, pair.intervals, len(encode_shard(rows))
+            f"`{codec}`: compare, digest, encode", "xor_zstd", write, intervals, len(store_shard(rows))
         ),
         f"{codec}_apply": Entry(f"`{codec}`: decode, digest, apply", "xor_zstd_apply", apply, rows),
     }
@@ -170,7 +192,7 @@ def _theirs(pair: Pair, form: Format) -> dict[str, Entry]:
     def write(piece: Piece) -> bytes:
         return form.encode(piece.of(pair.old), piece.of(pair.new))
 
-    frames = [(piece, write(piece)) for piece in pieces]
+    frames = list(zip(pieces, _all(write, pieces), strict=True))
     wire_bytes = sum(len(frame) for _, frame in frames)
 
     def apply(item: tuple[Piece, bytes]) -> None:
@@ -183,11 +205,16 @@ def _theirs(pair: Pair, form: Format) -> dict[str, Entry]:
     }
 
 
+def _all(call: Callable[[A], B], items: Iterable[A]) -> list[B]:
+    """What `call` returns for each item, on all cores; not timed."""
+    with ThreadPoolExecutor(cores()) as pool:
+        return list(pool.map(call, items))
+
+
 def _check(pair: Pair, name: str, apply: Callable[[Any], None], items: Sequence[Any]) -> None:
     """Stop the benchmark if a contestant is not exact."""
     pair.scratch[:] = pair.old
-    for item in items:
-        apply(item)
+    _all(apply, items)
     if not np.array_equal(pair.scratch, pair.new):
         raise SystemExit(f"{name} is not exact")
 
@@ -209,7 +236,7 @@ def best_times(pair: Pair, found: Mapping[str, Entry], rounds: int, threads: int
 def planes(pair: Pair, codec: Codec) -> dict[str, float]:
     """Bits a change of each plane of our rows."""
     old, new = pair.old_memory, pair.new_memory
-    rows = [encode(pair.space, new, old, i, codec=codec).row for i in pair.intervals]
+    rows = _all(lambda i: encode(pair.space, new, old, i, codec=codec).row, pair.rows(codec))
     names = ("gaps", "lows", "steps", "escapes")
     return {n: 8 * sum(len(getattr(r, n)) for r in rows if r is not None) / pair.changed for n in names}
 

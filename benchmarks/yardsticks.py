@@ -10,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from weightcast.codec.jit import prefetch
+from weightcast.codec.kernels import FETCHED
+
 U16 = npt.NDArray[np.uint16]
 
 _FAR: Final = 0xFFFF
@@ -23,6 +26,16 @@ def scan(left: npt.NDArray[np.uint64], right: npt.NDArray[np.uint64]) -> Any:
     for i in range(left.size):
         total |= left[i] ^ right[i]
     return total
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def touch(bits: U16, positions: npt.NDArray[np.int64]) -> None:
+    """Read and write elements where they lie: as fast as these cores can bring changes into memory."""
+    base = np.uint64(bits.ctypes.data)
+    for i in range(positions.size):
+        if i + FETCHED < positions.size:
+            prefetch(base + np.uint64(2 * positions[i + FETCHED]))
+        bits[positions[i]] ^= np.uint16(1)
 
 
 class Format(Protocol):

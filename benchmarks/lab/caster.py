@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
 
+from weightcast.manifest.store import Store, open_store
 from weightcast.publisher import Publisher, PublisherSettings
+from weightcast.schemas.names import VERSIONS_PREFIX
 
 from .models import ModelSpec
 from .seaweed import seaweed
@@ -24,12 +27,35 @@ class CasterJob(BaseModel):
         root: of the stream; "": on an S3 server that it starts itself.
         address: of that server.
         settings: of the publisher.
+        nice: how far it stands back for others on this machine that play another one; not its server.
     """
 
     model: ModelSpec
     root: str = ""
     address: str = "127.0.0.1"
     settings: dict[str, Any] = {}
+    nice: int = 0
+
+
+class Witness:
+    """Passes everything on to another store, and notes when the create of a version was answered: the commit.
+
+    Whoever waits for `publish()` is told later, once the publisher's own copy has moved on.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.created_at = 0.0
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See Store."""
+        found = self._store.create(key, data)
+        if key.startswith(VERSIONS_PREFIX):
+            self.created_at = time.monotonic()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 def main() -> None:
@@ -40,9 +66,12 @@ def main() -> None:
         if not root:
             server = stack.enter_context(seaweed(job.address))
             root, environment = server.root, server.environment
+        os.nice(job.nice)  # this thread, and those that it starts from here on
         source = job.model.make()
         model = source.tensors()
-        publisher = stack.enter_context(Publisher(root, PublisherSettings(**job.settings)))
+        store = Witness(open_store(root))
+        settings = PublisherSettings(**job.settings)
+        publisher = stack.enter_context(Publisher(root, settings, store=cast(Store, store)))
         manifest = publisher.publish(model, step=0).wait()
         say("ready", root=root, environment=environment, dense_bytes=manifest.totals.dense_bytes)
         for _ in sys.stdin:
@@ -56,7 +85,7 @@ def main() -> None:
                 version=manifest.version,
                 began=began,
                 returned=returned,
-                at=time.monotonic(),
+                at=store.created_at,
                 bytes=manifest.totals.bytes + len(manifest.encode()),
             )
 

@@ -32,6 +32,7 @@ _LINE: Final = 200  # bytes of a line on stdin at most; each comes by itself
 _PACKET: Final = 70_000  # bytes read at most
 _HEADER: Final = 10  # bytes of a virtio header before each packet
 _QUEUE_S: Final = 0.1  # of sending time that a router's queue holds; more is dropped
+_NICE: Final = -20  # a wire does not wait for a processor that others use
 _AT_ONCE: Final = 32  # packets read before it is looked whether others are due
 
 
@@ -123,6 +124,7 @@ def _give(device: int, lane: Lane) -> None:
 
 def main() -> None:
     """Set up, say so, and carry packets."""
+    os.nice(_NICE)
     spaces, devices = zip(*(_namespace(address) for address in ADDRESSES), strict=True)
     print(json.dumps(spaces), flush=True)
     _move(devices)

@@ -30,7 +30,7 @@ from weightcast.schemas.layout import Layout, TensorSpec
 from weightcast.schemas.manifest import VersionManifest
 from weightcast.schemas.settings import DetectorKind
 
-from .memory import peak
+from .memory import give_back, peak
 
 _KINDS: Final[dict[str, DetectorKind]] = {
     "none": "snapshot",
@@ -48,7 +48,9 @@ parameters, and with fp32 ones alone, whose step it makes in parts; `adamw` with
 
 _LAYER: Final = 1 << 20  # elements of a large tensor
 _WARM: Final = 3  # versions before anything is measured: the first are whole, and compile
-_PLAIN: Final = 7  # steps before there is a publisher; the first makes the optimizer's state
+_PLAIN: Final = (
+    7  # steps before there is a publisher, and after it; the very first makes the optimizer's state
+)
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "adamw foreach": {"foreach": True},
     "adamw fused": {"fused": True},
@@ -136,13 +138,13 @@ class Reference:
 
 
 class Found:
-    """Times and memory of a run, version by version; of `held` and `beyond` the most."""
+    """Times and memory of a run, version by version; of `held`, `beyond` and what is extra the most."""
 
     def __init__(self) -> None:
+        self.step_extra_bytes = self.publish_extra_bytes = 0
         self.steps_s: list[float] = []
         self.returned_s: list[float] = []
         self.committed_s: list[float] = []
-        self.extra_bytes: list[int] = []
         self.held = self.beyond = 0
         self.resets = 0
 
@@ -153,16 +155,35 @@ class Found:
             beyond = detector.copies.nbytes if isinstance(detector, Cast) else detector.nbytes
             self.beyond = max(self.beyond, beyond)
 
-    def publish(self, publisher: Publisher, tensors: dict[str, Any], version: int) -> VersionManifest:
-        """Publish, and note what that took."""
+    def step(self, train: Callable[[], float], weigh: bool) -> None:
+        """Make a step, and note the time that it took, or the memory beyond what was resident."""
+        if weigh:
+            give_back()
+        with peak() as memory:
+            seconds = train()
+        if weigh:
+            self.step_extra_bytes = max(self.step_extra_bytes, memory.extra)
+        else:
+            self.steps_s.append(seconds)
+
+    def publish(
+        self, publisher: Publisher, tensors: dict[str, Any], version: int, weigh: bool
+    ) -> VersionManifest:
+        """Publish, and note the same."""
         gc.collect()
+        if weigh:
+            give_back()
         with peak() as memory:
             begin = time.perf_counter()
             pending = publisher.publish(tensors, step=version)
-            self.returned_s.append(time.perf_counter() - begin)
+            returned = time.perf_counter() - begin
             manifest = pending.wait()
-            self.committed_s.append(time.perf_counter() - begin)
-        self.extra_bytes.append(memory.extra)
+            committed = time.perf_counter() - begin
+        if weigh:
+            self.publish_extra_bytes = max(self.publish_extra_bytes, memory.extra)
+        else:
+            self.returned_s.append(returned)
+            self.committed_s.append(committed)
         self.resets += manifest.reset
         if publisher.detector is None:  # its copy of the tensors
             self.held = self.beyond = manifest.totals.dense_bytes
@@ -180,17 +201,20 @@ class Found:
             "whole_versions": self.resets,
             "held_bytes": self.held,
             "held_beyond_changes_bytes": self.beyond,
-            "first_publish_extra_bytes": self.extra_bytes[1] if self.extra_bytes else 0,
-            "publish_extra_bytes": max(self.extra_bytes[_WARM:], default=0),
+            "step_extra_bytes": self.step_extra_bytes,
+            "publish_extra_bytes": self.publish_extra_bytes,
         }
 
 
 def measure(way: str, elements: int, steps: int) -> dict[str, Any]:
-    """Train without a publisher for a while, then publish each of `steps` steps (3 or more), and check each version."""
+    """Train without a publisher for a while, then publish each of `steps` steps (4 or more), and check each version.
+
+    The last of them are weighed and not timed, since memory that was just given back takes time to have again.
+    """
     training = Training(
         elements, _OPTIONS.get(way, {"foreach": False}), half=way in ("cast", "none with masters")
     )
-    plain = [stepper(training, None)() for _ in range(_PLAIN)][1:]
+    plain = plain_steps(training)
     reference, found = Reference(training), Found()
     with (
         tempfile.TemporaryDirectory(prefix="weightcast-bench-") as root,
@@ -203,13 +227,17 @@ def measure(way: str, elements: int, steps: int) -> dict[str, Any]:
         publisher.watch(None if training.half else training.optimizer, training.published)
         train = stepper(training, publisher.detector)
         for version in range(steps + 1):
+            weigh = version > steps - max(1, steps // 6)
             if version:
-                found.steps_s.append(train())
+                found.step(train, weigh)
             found.holds(publisher.detector)
             manifest = None
             if not way.startswith("none"):
-                manifest = found.publish(publisher, training.published, version)
+                manifest = found.publish(publisher, training.published, version, weigh)
             reference.follow(manifest, fetcher, pool)
+    plain += plain_steps(
+        training
+    )  # again, since the first steps of a process have to ask the kernel for memory
     return {
         "way": way,
         "elements": sum(p.numel() for p in training.parameters.values()),
@@ -220,6 +248,11 @@ def measure(way: str, elements: int, steps: int) -> dict[str, Any]:
         "best_plain_step_s": min(plain),
         **found.figures(),
     }
+
+
+def plain_steps(training: Training) -> list[float]:
+    """Seconds of steps that nobody watches, but of the first."""
+    return [stepper(training, None)() for _ in range(_PLAIN)][1:]
 
 
 def stepper(training: Training, detector: Detector | None) -> Callable[[], float]:

@@ -12,8 +12,10 @@ import torch
 T = TypeVar("T")
 
 
-def in_forks(call: Callable[..., T], jobs: Sequence[tuple[Any, ...]]) -> list[T]:
+def in_forks(call: Callable[..., T], jobs: Sequence[tuple[Any, ...]], *, trains: bool = True) -> list[T]:
     """What `call` returns for each job; each has a new process, and all run at once.
+
+    `trains`: jobs make an optimizer, for which torch imports, for seconds, what is better imported once.
 
     This process must not have used threads before, neither torch's nor its own: a fork does not have them.
 
@@ -21,7 +23,8 @@ def in_forks(call: Callable[..., T], jobs: Sequence[tuple[Any, ...]]) -> list[T]
         BrokenProcessPool: a process was killed.
         Exception: what `call` raised.
     """
-    torch.optim.AdamW([torch.zeros(1)])  # imports what torch imports at first use only, which takes seconds
+    if trains:
+        torch.optim.AdamW([torch.zeros(1)])
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(len(jobs), context) as pool:  # as many tasks as processes: each takes one
         futures = [pool.submit(call, *job) for job in jobs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,16 @@ class Peak:
 
     before: int = 0
     extra: int = 0
+
+    @property
+    def most(self) -> int:
+        """All that was resident at the peak."""
+        return self.before + self.extra
+
+
+def give_back() -> None:
+    """Give memory that was freed back to the kernel (glibc), so that a peak after this shows all that is taken."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

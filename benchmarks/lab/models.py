@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from ..data import DISTINCT_LAYERS, LAYER_ELEMENTS, U16, Walk, layers
+from ..data import DISTINCT_LAYERS, F32, LAYER_ELEMENTS, U16, Walk, layers, to_bf16
 
 
 class Model(Protocol):
@@ -47,6 +48,35 @@ class Flipping:
         self._side ^= 1
         for i, tensor in enumerate(tensors.values()):
             tensor.copy_(self._sides[self._side][i % DISTINCT_LAYERS])
+
+
+class Wandering:
+    """Large, and never the same twice: each version moves elements drawn anew by one bf16 step, up or down.
+
+    Args:
+        mib: bf16 bytes in MiB.
+        density: share of elements that are drawn.
+        elements: of a layer.
+    """
+
+    def __init__(self, mib: int, density: float, elements: int = LAYER_ELEMENTS) -> None:
+        self._rng, self._density = np.random.default_rng(0), density
+        self._count, self._elements = max(1, mib * (1 << 19) // elements), elements
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Layers whose weights are N(0, 0.02)."""
+        made = [as_bf16(to_bf16(self._normal())) for _ in range(min(DISTINCT_LAYERS, self._count))]
+        return {layer_name(i): made[i % len(made)].clone() for i in range(self._count)}
+
+    def move(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write the next version."""
+        for tensor in tensors.values():
+            bits, drawn = tensor.view(torch.int16).numpy(), int(self._density * tensor.numel())
+            at = self._rng.integers(0, len(bits), drawn)
+            bits[at] += self._rng.integers(0, 2, drawn, np.int16) * 2 - 1
+
+    def _normal(self) -> F32:
+        return self._rng.standard_normal(self._elements, np.float32) * np.float32(0.02)
 
 
 class Walking:

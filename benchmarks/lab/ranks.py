@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from weightcast.publisher import Publisher, PublisherSettings
-from weightcast.publisher.group import GroupPublisher, TorchMessenger
+from weightcast.publisher.group import GroupPublisher
 from weightcast.schemas.manifest import VersionManifest
 from weightcast.subscriber import Subscriber, SubscriberSettings, Tensors
 
-from .memory import peak
+from .memory import give_back, peak
 from .models import ModelSpec, check_same
-from .traffic import Traffic, traffic
+from .traffic import CountedMessenger, Traffic, traffic
 
 WAYS: Final = ("own", "gather")
 """Every rank publishes its own; or rank 0 all of it, gathered tensor by tensor."""
@@ -33,7 +33,7 @@ PATIENCE_S: Final = 60.0
 """Seconds that ranks wait for each other."""
 
 _COLUMNS: Final = 256  # of each tensor, so that it has rows to be sharded
-_WARM: Final = 2  # versions that are not timed: a whole one, and one in which bytes are counted
+_WARM: Final = 2  # versions that are not timed: a whole one, and one in which bytes and memory are counted
 
 
 class RanksJob(BaseModel):
@@ -71,21 +71,6 @@ def rank(job: RanksJob, number: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-class _Counted(TorchMessenger):
-    """Counts the characters of the texts that pass."""
-
-    nbytes = 0
-
-    def gather(self, topic: str, text: str) -> list[str] | None:
-        self.nbytes += len(text)
-        return super().gather(topic, text)
-
-    def broadcast(self, topic: str, text: str | None) -> str:
-        said = super().broadcast(topic, text)
-        self.nbytes += len(said)
-        return said
-
-
 class Way(ABC):
     """How versions are published; all ranks call alike.
 
@@ -112,7 +97,7 @@ class Own(Way):
     """`GroupPublisher`: every rank its own."""
 
     def __init__(self, root: str, settings: PublisherSettings) -> None:
-        self._messenger = _Counted(PATIENCE_S)
+        self._messenger = CountedMessenger(PATIENCE_S)
         self._publisher = GroupPublisher(root, self._messenger, settings)
 
     def publish(self, tensors: dict[str, DTensor], version: int) -> None:
@@ -157,12 +142,12 @@ class Gather(Way):
 
 @dataclass
 class _Figures:
-    """Of one rank: seconds and bytes by version; and of one version what passed between ranks."""
+    """Of one rank: seconds and bytes by version; and of one version memory, and what passed between ranks."""
 
     returned_s: list[float] = field(default_factory=list)
     committed_s: list[float] = field(default_factory=list)
-    extra_bytes: list[int] = field(default_factory=list)
     uploaded_bytes: list[int] = field(default_factory=list)
+    extra_bytes: int = 0
     collectives: int = 0
     collective_bytes: int = 0
     text_bytes: int = 0
@@ -195,9 +180,11 @@ def _shard(whole: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _one(way: Way, shards: dict[str, DTensor], version: int, figures: _Figures) -> None:
-    """Publish a version; of the first delta the bytes are counted, of those after it the times."""
+    """Publish a version; of the first delta bytes and memory are counted, of those after it the times."""
     texts = way.text_bytes
     counting = version == _WARM - 1
+    if counting:
+        give_back()
     dist.barrier()
     with peak() as memory, traffic() if counting else nullcontext(Traffic()) as counted:
         begin = time.perf_counter()
@@ -208,10 +195,10 @@ def _one(way: Way, shards: dict[str, DTensor], version: int, figures: _Figures) 
     if counting:
         figures.collectives, figures.collective_bytes = counted.calls, counted.nbytes
         figures.text_bytes = way.text_bytes - texts
+        figures.extra_bytes = memory.extra
     if version >= _WARM:
         figures.returned_s.append(returned)
         figures.committed_s.append(committed)
-        figures.extra_bytes.append(memory.extra)
         figures.uploaded_bytes.append(_uploaded(manifest, isinstance(way, Own)))
 
 

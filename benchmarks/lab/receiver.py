@@ -1,4 +1,4 @@
-"""A subscriber in a process of its own. Commands: `dense BYTES`, `follow`, `stop`."""
+"""A subscriber in a process of its own. Commands: `dense BYTES`, `plain VERSION`, `follow`, `ahead`, `stop`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -14,7 +15,7 @@ from pydantic import BaseModel
 
 from weightcast.manifest.store import Store, open_store
 from weightcast.schemas.errors import WeightcastError
-from weightcast.schemas.names import SNAPSHOTS_PREFIX
+from weightcast.schemas.names import DATA_PREFIX, SNAPSHOTS_PREFIX
 from weightcast.subscriber import Subscriber, SubscriberSettings, Tensors
 
 from .memory import MIB
@@ -23,6 +24,7 @@ from .side import say
 
 _PART: Final = 8 * MIB  # bytes of a request for a part of a checkpoint
 _STREAMS: Final = 8
+_PLAIN_ROUNDS, _PLAIN_PAUSE_S = 5, 0.4
 
 
 class ReceiverJob(BaseModel):
@@ -56,10 +58,24 @@ class Receiver:
             found = sum(pool.map(lambda part: _fetch(store, *part), _parts(store, most)))
         say("dense", bytes=found, seconds=time.monotonic() - begin)
 
-    def follow(self) -> None:
+    def plain(self, version: int) -> None:
+        """Fetch the shards of a version as a plain client would, again and again over the same connections."""
+        store = open_store(self._job.root)
+        shards = [(e.key, 0, e.size) for e in store.list(f"{DATA_PREFIX}{version:012d}/")]
+        seconds = []
+        with ThreadPoolExecutor(len(shards)) as pool:
+            for _ in range(_PLAIN_ROUNDS):
+                begin = time.monotonic()
+                found = sum(pool.map(lambda part: _fetch(store, *part), shards))
+                seconds.append(time.monotonic() - begin)
+                time.sleep(_PLAIN_PAUSE_S)
+        say("plain", bytes=found, seconds=seconds)
+
+    def follow(self, *, cut_through: bool = False) -> None:
         """With a subscriber of its own, whose connections are new."""
         self.stop()
-        self._subscriber = Subscriber(self._job.root, self._target, SubscriberSettings(**self._job.settings))
+        settings = SubscriberSettings(**self._job.settings, cut_through=cut_through)
+        self._subscriber = Subscriber(self._job.root, self._target, settings)
         self._thread = threading.Thread(target=self._follow, args=(self._subscriber,))
         self._thread.start()
 
@@ -77,6 +93,9 @@ class Receiver:
         except WeightcastError as error:
             print(error, file=sys.stderr)
             os._exit(error.exit_code)
+        except Exception:  # noqa: BLE001 - whatever it is: a thread that just ends would be waited for
+            traceback.print_exc()
+            os._exit(1)
 
 
 def _fetch(store: Store, key: str, start: int, stop: int) -> int:
@@ -103,8 +122,10 @@ def main() -> None:
         command, *values = line.split()
         if command == "dense":
             receiver.dense(int(values[0]))
-        elif command == "follow":
-            receiver.follow()
+        elif command == "plain":
+            receiver.plain(int(values[0]))
+        elif command in ("follow", "ahead"):
+            receiver.follow(cut_through=command == "ahead")
         else:
             receiver.stop()
     receiver.stop()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from weightcast.manifest.store import Entry, Store
-from weightcast.schemas.names import SNAPSHOTS_PREFIX
+from weightcast.manifest.store import Store
 
 
 class Tally:
@@ -16,14 +14,13 @@ class Tally:
 
     Args:
         store: that other one.
-        hide_snapshots: list none, so that a subscriber has to go by deltas.
 
     Attributes:
         fetched: bytes read since the last `reset`.
     """
 
-    def __init__(self, store: Store, *, hide_snapshots: bool = False) -> None:
-        self._store, self._hide, self._lock = store, hide_snapshots, threading.Lock()
+    def __init__(self, store: Store) -> None:
+        self._store, self._lock = store, threading.Lock()
         self.fetched = 0
 
     @property
@@ -52,12 +49,6 @@ class Tally:
         self._store.download(key, path, size=size, sha256=sha256)
         with self._lock:
             self.fetched += size
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[Entry]:
-        """See Store."""
-        return (
-            iter(()) if self._hide and prefix == SNAPSHOTS_PREFIX else self._store.list(prefix, after=after)
-        )
 
     def _count(self, data: bytes) -> bytes:
         with self._lock:

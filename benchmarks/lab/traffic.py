@@ -1,4 +1,4 @@
-"""Counts the bytes that collectives of torch.distributed bring to this process, whoever calls them."""
+"""Counts what passes between ranks: bytes that collectives bring to this process, whoever calls them; texts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,27 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from weightcast.publisher.group import TorchMessenger
+
 _BELOW: Final = ("c10d", "_c10d_functional")
 """Where torch keeps its collectives: called by their functions, and by DTensor."""
 
-_VERBS: Final = ("gather", "reduce", "scatter", "broadcast", "alltoall", "all_to_all", "send", "recv")
-"""In the names of what passes data there; other operations wait, or wrap what came."""
+_VERBS: Final = (
+    "gather",
+    "reduce",
+    "scatter",
+    "broadcast",
+    "alltoall",
+    "all_to_all",
+    "send",
+    "recv",
+    "barrier",
+)
+"""In the names of what ranks do together there; other operations wait, or wrap what came."""
 
-_PREFIXES: Final = ("all_", "broadcast", "reduce", "gather", "scatter", "send", "recv", "isend", "irecv")
+_PREFIXES: Final = (
+    "all_", "broadcast", "reduce", "gather", "scatter", "send", "recv", "isend", "irecv", "barrier"
+)  # fmt: skip
 
 
 @dataclass
@@ -40,6 +54,33 @@ class Traffic:
         brought, got = _nbytes(given), _nbytes(found)
         self.calls += 1
         self.nbytes += got - brought if got > brought else got
+
+
+class CountedMessenger(TorchMessenger):
+    """Counts the characters of the texts that this rank says and hears.
+
+    Attributes:
+        nbytes: of all of them.
+        longest: of one.
+    """
+
+    nbytes = 0
+    longest = 0
+
+    def gather(self, topic: str, text: str) -> list[str] | None:
+        """See `Messenger`."""
+        self._count(text)
+        return super().gather(topic, text)
+
+    def broadcast(self, topic: str, text: str | None) -> str:
+        """See `Messenger`."""
+        said = super().broadcast(topic, text)
+        self._count(said)
+        return said
+
+    def _count(self, text: str) -> None:
+        self.nbytes += len(text)
+        self.longest = max(self.longest, len(text))
 
 
 @contextmanager

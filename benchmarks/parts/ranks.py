@@ -76,7 +76,7 @@ def _joined(way: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "best_publish_s": min(returned),
         "commit_s": median(committed),
         "best_commit_s": min(committed),
-        "extra_bytes": max(max(found["extra_bytes"]) for found in ranks),
+        "extra_bytes": max(found["extra_bytes"] for found in ranks),
         "collectives": sum(found["collectives"] for found in ranks),
         "collective_bytes": sum(found["collective_bytes"] for found in ranks),
         "text_bytes": sum(found["text_bytes"] for found in ranks),
@@ -113,7 +113,9 @@ def _table(found: list[dict[str, Any]], model: ModelSpec) -> Table:
         note=(
             f"Best (median) over versions of the slowest rank's time. **All ranks are processes on the same {cores()} "
             "cores**, and share the memory's bandwidth: this compares the two ways, and does not show how either "
-            "scales over machines. gloo gathers over loopback, which is faster than most networks. Each stream is "
+            "scales over machines. gloo gathers over loopback, which is faster than most networks. Memory is beyond "
+            "what was resident before, and so without the copy of the last version: each rank has one of what it "
+            "owns, or rank 0 one of everything. Memory and bytes are of a version that is not timed. Each stream is "
             "read at the end, and its bits are compared with the model's."
         ),
     )

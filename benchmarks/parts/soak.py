@@ -36,7 +36,8 @@ def run(options: Options) -> Result:
         caster = stack.enter_context(Side("caster", CasterJob(model=model, root=root)))
         caster.hear("ready")
         job = ReceiverJob(root=root, model=model)
-        receivers = [stack.enter_context(Side("receiver", job)) for _ in range(_SUBSCRIBERS)]
+        subscribers = options.pick(_SUBSCRIBERS, 1)
+        receivers = [stack.enter_context(Side("receiver", job)) for _ in range(subscribers)]
         for receiver in receivers:
             receiver.hear("ready")
             receiver.tell("follow")
@@ -93,7 +94,7 @@ def _table(found: dict[str, Any], versions: int) -> Table:
         for name, s in named.items()
     ]
     return Table(
-        title=f"{versions:,} versions, one publisher, {_SUBSCRIBERS} subscribers, each a process",
+        title=f"{versions:,} versions, one publisher, {len(rows) - 1} subscribers, each a process",
         head=["resident memory, MiB", "at first", "median", "at last", "last tenth against an early one"],
         rows=[*rows, *times],
         note="Of the times, *at first* and *at last* are medians of a tenth of the versions.",

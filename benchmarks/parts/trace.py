@@ -27,6 +27,9 @@ _TIMED: Final = {1e-6: _LAST, 5e-6: _LAST}
 _BARS: Final = {"gap": 0.78, "class": 0.56}
 """Bytes against the best peer's, shards whole."""
 
+_BITS: Final = {1e-6: {"gap": 12.0, "class": 8.8}, 5e-6: {"gap": 9.8, "class": 7.4}}
+"""Bits a change, shards whole. On another machine the trace may differ a little."""
+
 
 def run(options: Options) -> Result:
     """Measure each learning rate."""
@@ -159,4 +162,7 @@ def _ratios(rate: dict[str, Any]) -> list[Ratio]:
         found.append(
             Ratio(name=f"{name}, planes alone", value=mean[f"{codec} planes"] / best, bar=bar, at_most=True)
         )
+    for codec, bits in _BITS.get(rate["lr"], {}).items():
+        name = f"lr {rate['lr']:g}: {codec}, bits a change"
+        found.append(Ratio(name=name, value=mean[codec], bar=bits, at_most=True, unit="bits"))
     return found

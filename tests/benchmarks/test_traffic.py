@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weightcast.benchmarks.lab.traffic import Traffic, traffic
+from weightcast.benchmarks.lab.traffic import CountedMessenger, Traffic, traffic
 
 
 @pytest.fixture
@@ -36,6 +36,20 @@ def test_collectives_of_this_thread_and_of_others_are_counted() -> None:
     assert counted == Traffic(calls=4, nbytes=92)
     exchange()
     assert counted == Traffic(calls=4, nbytes=92)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_barrier_is_a_collective_too() -> None:
+    with traffic() as counted:
+        dist.barrier()
+    assert counted.calls == 1
+
+
+def test_texts_are_counted() -> None:
+    messenger = CountedMessenger.over(dist.HashStore(), 0, 1)
+    messenger.gather("a", "12345")
+    assert messenger.broadcast("b", "123") == "123"
+    assert (messenger.nbytes, messenger.longest) == (8, 5)
 
 
 def test_what_was_brought_is_not_counted_if_more_came() -> None:

@@ -16,20 +16,38 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from weightcast.cli.main import run
+
 INDEX = "model.safetensors.index.json"
 
 
-def weightcast(*arguments: str | Path) -> dict[str, object]:
+Command = Callable[..., dict[str, object]]
+
+
+def in_a_process(*arguments: str | Path) -> dict[str, object]:
     """Run the command as a user does, and return the JSON document that it prints."""
-    run = subprocess.run(
+    done = subprocess.run(
         [Path(sys.executable).parent / "weightcast", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
-    assert run.returncode == 0, run.stderr
-    return dict(json.loads(run.stdout))
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.fixture
+def weightcast(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command: as processes for a local store, and in this one for others, as each process takes seconds."""
+
+    def here(*arguments: str | Path) -> dict[str, object]:
+        capsys.readouterr()
+        code, shown = run([str(argument) for argument in arguments]), capsys.readouterr()
+        assert code == 0, shown.err
+        return dict(json.loads(shown.out))
+
+    return in_a_process if request.node.callspec.params["root"] == "local" else here
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -99,7 +117,9 @@ def root(request: pytest.FixtureRequest, tmp_path: Path, aws: Callable[[object],
     return f"s3://{server.bucket}/{os.urandom(8).hex()}"
 
 
-def test_checkpoint_arrives_and_follows(root: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_checkpoint_arrives_and_follows(
+    root: str, weightcast: Command, checkpoint: Path, tmp_path: Path
+) -> None:
     """Published, moved by 1 %, subscribed into an empty folder, a followed one and an adopted one, pulled."""
     second = tmp_path / "checkpoint-2"
     moved = move_one_percent(checkpoint, second)

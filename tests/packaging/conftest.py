@@ -8,7 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,17 +121,26 @@ def distributions(tmp_path_factory: pytest.TempPathFactory, packages: dict[str, 
     return Distributions(sdist, wheel)
 
 
+def new_environment(folder: Path) -> Environment:
+    """An empty environment on top of this one's dependencies."""
+    environment = Environment(folder)
+    run(sys.executable, "-P", "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    # A folder that a .pth file names is searched; .pth files in it (editable installs) are not followed.
+    found = [Path(entry) for entry in sys.path if entry.endswith("site-packages")]
+    dependencies = [str(folder) for folder in found if not (folder / "weightcast").exists()]
+    (environment.purelib / "deps.pth").write_text("\n".join(dependencies), "utf-8")
+    return environment
+
+
 @pytest.fixture
-def make_environment(tmp_path: Path) -> Callable[[], Environment]:
-    """Makes an empty environment on top of this one's dependencies."""
+def environment(tmp_path: Path) -> Environment:
+    """An empty one."""
+    return new_environment(tmp_path / "environment")
 
-    def make() -> Environment:
-        environment = Environment(tmp_path / "environment")
-        run(sys.executable, "-P", "-m", "venv", "--without-pip", environment.folder, cwd=tmp_path)
-        # A folder that a .pth file names is searched; .pth files in it (editable installs) are not followed.
-        found = [Path(entry) for entry in sys.path if entry.endswith("site-packages")]
-        dependencies = [str(folder) for folder in found if not (folder / "weightcast").exists()]
-        (environment.purelib / "deps.pth").write_text("\n".join(dependencies), "utf-8")
-        return environment
 
-    return make
+@pytest.fixture(scope="session")
+def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """One with the wheel; not to be changed."""
+    found = new_environment(tmp_path_factory.mktemp("installed") / "environment")
+    found.install(distributions.wheel)
+    return found

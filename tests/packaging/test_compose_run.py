@@ -106,7 +106,7 @@ class Stack:
                 assert process.poll() in (None, 0), f"{name} exited: {self.log(name)}"
             logs = "\n".join(f"--- {name}\n{self.log(name)[-2000:]}" for name in self.running)
             assert time.monotonic() < end, f"not within {limit_s} s: {what}\n{logs}"
-            time.sleep(0.2)
+            time.sleep(0.5)  # a health check is a process
 
     def stop(self, service: str, limit_s: float) -> int:
         """Exit code after SIGTERM, as `docker compose stop` would see it."""

@@ -6,7 +6,6 @@ import email
 import json
 import tarfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,56 +72,40 @@ def test_sdist_holds_the_sources_but_not_the_tests(
     assert not [name for name in names if name.startswith(("tests", "out", "build", ".venv"))]
 
 
-def test_wheel_imports_from_another_folder(
-    distributions: Distributions, packages: dict[str, str], make_environment: Callable[[], Environment]
-) -> None:
-    environment = make_environment()
-    environment.install(distributions.wheel)
-    found = json.loads(environment.eval(WHERE % sorted(packages)))
+def test_wheel_imports_from_another_folder(packages: dict[str, str], installed: Environment) -> None:
+    found = json.loads(installed.eval(WHERE % sorted(packages)))
     assert found == {
-        name: str(environment.purelib / name.replace(".", "/") / "__init__.py") for name in packages
+        name: str(installed.purelib / name.replace(".", "/") / "__init__.py") for name in packages
     }
 
 
-def test_wheel_installs_the_command(
-    distributions: Distributions, make_environment: Callable[[], Environment]
-) -> None:
-    environment = make_environment()
-    environment.install(distributions.wheel)
-    assert (environment.folder / "bin" / "weightcast").stat().st_mode & 0o111
+def test_wheel_installs_the_command(installed: Environment) -> None:
+    assert (installed.folder / "bin" / "weightcast").stat().st_mode & 0o111
     code = (
         "from importlib.metadata import entry_points as e; print(e(name='weightcast')['weightcast'].load())"
     )
-    assert "main" in environment.eval(code)
+    assert "main" in installed.eval(code)
 
 
 @pytest.mark.parametrize("package", ["schemas"])
-def test_pure_packages_do_not_import_torch(
-    distributions: Distributions, make_environment: Callable[[], Environment], package: str
-) -> None:
-    environment = make_environment()
-    environment.install(distributions.wheel)
+def test_pure_packages_do_not_import_torch(installed: Environment, package: str) -> None:
     modules = [f"weightcast.{package}.{path.stem}" for path in (ROOT / package).glob("[!_]*.py")]
     assert modules
     code = (
         f"import importlib, sys; list(map(importlib.import_module, {modules})); print('torch' in sys.modules)"
     )
-    assert environment.eval(code) == "False"
+    assert installed.eval(code) == "False"
 
 
-def test_checkout_installs(
-    checkout: Path, packages: dict[str, str], make_environment: Callable[[], Environment]
-) -> None:
-    environment = make_environment()
+def test_checkout_installs(checkout: Path, packages: dict[str, str], environment: Environment) -> None:
     environment.install(checkout)
     found = json.loads(environment.eval(WHERE % sorted(packages)))
     assert all(Path(file).is_relative_to(environment.purelib) for file in found.values())
 
 
 def test_strict_editable_install_follows_edits(
-    checkout: Path, packages: dict[str, str], make_environment: Callable[[], Environment]
+    checkout: Path, packages: dict[str, str], environment: Environment
 ) -> None:
-    environment = make_environment()
     environment.install("--editable", checkout, "--config-settings", "editable_mode=strict")
     found = json.loads(environment.eval(WHERE % sorted(packages)))
     assert {name: Path(file).resolve() for name, file in found.items()} == {
