@@ -25,9 +25,10 @@ from .chair import Chair
 from .flight import Flight
 from .meeting import Council
 from .member import Member
-from .messenger import Alone, Messenger, TorchMessenger
+from .messenger import Alone, Messenger
 from .share import Pools
 from .tables import Sharded, held
+from .torch_messenger import TorchMessenger
 from .turn import Asked, Turn, attempt, fenced, head_of
 
 Busy = Literal["wait", "skip"]
@@ -200,15 +201,17 @@ class GroupPublisher(Audience, OneProcess):
         return self._flight.join(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for what is on its way, then stop. Needs no other rank.
+        """Wait for what is on its way, then stop. Needs no other rank, but rank 0 waits up to 2 s for them to close.
 
         Raises:
             WeightcastError: a version was not committed and nobody was told yet, or time ran out.
         """
-        self._closed = True
+        again, self._closed = self._closed, True
         if self._is_copy:
             return
         finished = self._flight.join(timeout)
+        if finished and not again:
+            self._messenger.leave()
         self._stop()
         if not finished:
             raise StorageError(

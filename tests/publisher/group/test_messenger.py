@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from weightcast.publisher.group.meeting import Council
-from weightcast.publisher.group.messenger import Alone, Silence, TorchMessenger
+from weightcast.publisher.group.messenger import Alone, Silence
+from weightcast.publisher.group.torch_messenger import TorchMessenger
 from weightcast.schemas.errors import Corrupt, StorageError, UsageError, WeightcastError
 
 from .kit import together
@@ -90,6 +91,29 @@ def test_silence_names_who_is_missing_and_the_late_one_still_hears() -> None:
         one.broadcast("t", None)
     zero.broadcast("t", "said")
     assert one.broadcast("t", None) == "said"
+
+
+def test_rank_0_leaves_last_but_waits_no_longer_than_a_moment() -> None:
+    """Its process may keep the store, from which the others still have to hear what it said last."""
+    _, (zero, one) = pair()
+    left: list[str] = []
+
+    def leave() -> None:
+        zero.leave()
+        left.append("zero")
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join(0.2)
+    assert left == []
+    one.leave()
+    thread.join(1)
+    assert left == ["zero"]
+    _, (zero, one) = pair(0.1)
+    one.leave()
+    zero.leave()
+    _, (zero, _) = pair(0.1)
+    zero.leave()  # rank 1 never does
 
 
 def test_a_store_that_is_gone_is_said_to_be() -> None:
