@@ -55,8 +55,22 @@ class Capture:
         return self.geometry.layout
 
 
-def capture_fresh(found: Iterable[Item], label: Label, pool: Executor) -> Capture:
-    """Copy all tensors: the state that a stream, or a reset, starts from."""
+def capture_fresh(
+    found: Iterable[Item],
+    label: Label,
+    pool: Executor,
+    *,
+    before: Layout | None = None,
+    drop: Collection[str] = (),
+) -> Capture:
+    """Copy all tensors: the state that a stream, or a reset, starts from.
+
+    Args:
+        before: the layout that they must cover, but for `drop`, where nobody asked for a fresh start.
+
+    Raises:
+        UsageError: tensors of `before` are missing, or are placeholders; or there are none. Names them.
+    """
     copies: dict[str, Item] = {}
     owners: dict[tuple[object, ...], str] = {}
     for item in found:
@@ -64,7 +78,12 @@ def capture_fresh(found: Iterable[Item], label: Label, pool: Executor) -> Captur
         again = item.tie is not None and owners.setdefault(item.tie, item.spec.name) != item.spec.name
         copies[item.spec.name] = replace(item, address=0, owner=None) if again else item.copied()
     ties = tied(copies.values())
-    geometry = Geometry(Layout.of(_with_tie(i.spec, ties) for i in copies.values()))
+    every = list(copies.values())
+    geometry = Geometry(
+        Layout.of(_with_tie(i.spec, ties) for i in every)
+        if before is None
+        else _next_layout(before, every, ties, drop)
+    )
     if not len(geometry.layout):
         raise UsageError("there is no tensor to publish", hint="pass model.state_dict()")
     memory = Memory.over(geometry, {n: (i.address, i.spec.nbytes, i.owner) for n, i in copies.items()})
@@ -167,7 +186,9 @@ class DeltaCapture:
             for i in geometry.intervals(self._row_elements)
             if geometry[i.dtype].describe(i).tensor not in self._done
         ]
-        self._encode(geometry, new, old, joined(rest, self._row_elements, self._capture.rows.codec))
+        if not self._done:  # what is joined around those would not nest in what another capture joins
+            rest = joined(rest, self._row_elements, self._capture.rows.codec)
+        self._encode(geometry, new, old, rest)
         lost = Digest()
         if capture.relaid:
             kept = set(retained(state.layout, layout))

@@ -62,7 +62,10 @@ class Coder:
                 found = find(geometry[interval.dtype], new, old, interval)
                 return found.digest, found.change, self._made(geometry, interval, found, old, olds.lasting)
 
-        for interval, (digest, change, made) in zip(intervals, self._in_order(one, intervals), strict=True):
+        # Where nothing may wait rows are coded at once, and each is to be on its way as soon as it is.
+        together = HANDED_OVER if olds.lasting else 1
+        found = self._in_order(one, intervals, together)
+        for interval, (digest, change, made) in zip(intervals, found, strict=True):
             if isinstance(made, Row):
                 self._rows.add(interval, ready(made))
             elif made is not None:
@@ -71,12 +74,14 @@ class Coder:
                 self._rows.add(interval, future)
             yield digest, change
 
-    def _in_order(self, call: Callable[[Interval], T], intervals: Sequence[Interval]) -> Iterator[T]:
-        """`pool.map`, but the calling thread wakes only now and then."""
+    def _in_order(
+        self, call: Callable[[Interval], T], intervals: Sequence[Interval], together: int
+    ) -> Iterator[T]:
+        """`pool.map`, but the calling thread wakes once for so many of them together."""
         futures = [self._pool.submit(call, interval) for interval in intervals]
         try:
-            for at in range(0, len(futures), HANDED_OVER):
-                some = futures[at : at + HANDED_OVER]
+            for at in range(0, len(futures), together):
+                some = futures[at : at + together]
                 wait(some)
                 yield from (future.result() for future in some)
         finally:

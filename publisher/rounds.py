@@ -7,6 +7,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from weightcast.schemas.errors import Corrupt, UsageError
+from weightcast.schemas.layout import Layout
 from weightcast.schemas.settings import PublisherSettings
 
 from .baseline import Baseline
@@ -51,9 +52,18 @@ class Rounds:
             return self._detected(self._detection, pipeline, pipeline.baseline, source, label, drop)
         return self._delta(pipeline, pipeline.baseline, Job(Capture(label)), source.found, drop)
 
-    def _whole(self, pipeline: Pipeline, found: Iterable[Item], label: Label) -> PendingVersion:
+    def _whole(
+        self,
+        pipeline: Pipeline,
+        found: Iterable[Item],
+        label: Label,
+        must: Layout | None = None,
+        drop: Collection[str] = (),
+    ) -> PendingVersion:
+        """Publish a whole version; one that nobody asked for must cover the layout before it."""
         detection = self._detection
-        job = Job(capture_fresh(detection.following(found) if detection else found, label, self._pool))
+        found = detection.following(found) if detection else found
+        job = Job(capture_fresh(found, label, self._pool, before=must, drop=drop))
         if detection is not None:
             detection.captured(job, None)
         before, after = pipeline.baseline, job.capture.layout
@@ -89,7 +99,7 @@ class Rounds:
                 detection.captured(job, olds)
                 return pending
         detection.fall_back(reason)
-        return self._whole(pipeline, found, label)
+        return self._whole(pipeline, found, label, baseline.layout, self._dropped.union(drop))
 
     def _delta(
         self,

@@ -52,10 +52,10 @@ class AcceleratePublisher:
             WeightcastError: as `GroupPublisher.publish`, or with one process `Publisher.publish`, says.
         """
         whole: torch.nn.Module = self._accelerator.unwrap_model(model)
-        check_sharding(whole)
+        sharded = check_sharding(whole)
         if self._outlet is None:
             several = dist.is_initialized() and dist.get_world_size() > 1
-            group = several or isinstance(self._stream, GroupPublisher)
+            group = sharded or several or isinstance(self._stream, GroupPublisher)
             self._outlet = outlet_of(self._stream, self._settings, group=group)
         return self._outlet.publish(whole.state_dict(), step=step, metadata=metadata)
 

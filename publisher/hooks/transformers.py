@@ -131,10 +131,10 @@ class WeightcastCallback(TrainerCallback):  # type: ignore[misc]  # the library 
     def _publish(self, state: Any, model: torch.nn.Module, files: Mapping[str, bytes] | None = None) -> None:
         sharded = check_sharding(model)
         self._published = state.global_step
+        if self._outlet is None:  # on all ranks: they refuse an open publisher of the other kind together
+            self._outlet = outlet_of(self._stream, self._settings, group=sharded)
         if not sharded and not state.is_world_process_zero:
             return
-        if self._outlet is None:
-            self._outlet = outlet_of(self._stream, self._settings, group=sharded)
         self._outlet.publish(
             self._tensors(model), step=state.global_step, metadata=metadata_of(state), files=files
         )

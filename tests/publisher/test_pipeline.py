@@ -219,6 +219,34 @@ def test_layouts_change_while_versions_coalesce(
         assert_version(store, version, copy_of(state))
 
 
+@pytest.mark.parametrize("other_way", [1, 2])
+def test_a_tensor_lies_otherwise_while_versions_coalesce(
+    store: FaultStore, publisher_at: Callable[..., Publisher], other_way: int
+) -> None:
+    """What is not contiguous is gone at once, and has rows of its own: the others' must not be cut across another's."""
+    publisher = publisher_at(row_elements=1 << 18)
+    states = [
+        {
+            "a": torch.arange(1 << 16, dtype=torch.int16).reshape(256, 256),
+            "b": torch.zeros(1 << 17, dtype=torch.int16),
+            "c": torch.zeros(1 << 17, dtype=torch.int16),
+        }
+    ]
+    for k in (1, 2):
+        states.append({name: tensor.clone() for name, tensor in states[-1].items()})
+        for tensor in states[-1].values():
+            tensor.view(-1)[k::97] += k
+    states[other_way]["a"] = states[other_way]["a"].t().contiguous().t()
+    publisher.publish(states[0]).wait()
+    hold = held(store, publisher, states[1])
+    waiting = publisher.publish(states[2])
+    hold.release()
+    assert waiting.wait().version == 2
+    publisher.publish(states[0]).wait()
+    for version, state in enumerate([*states, states[0]]):
+        assert_version(store, version, copy_of(state))
+
+
 def test_ties_change_while_versions_coalesce(store: FaultStore, publisher: Publisher) -> None:
     def pair(one: int, two: int | None) -> dict[str, torch.Tensor]:
         a = torch.full((1 << 16,), one)

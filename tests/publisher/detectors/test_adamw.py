@@ -100,6 +100,25 @@ def test_two_steps_at_once(begun: tuple[Publisher, Training], reader: Reader) ->
     )
 
 
+@pytest.mark.parametrize("placeholder", [False, True])
+def test_a_version_made_whole_must_cover_the_one_before(
+    begun: tuple[Publisher, Training], reader: Reader, placeholder: bool
+) -> None:
+    publisher, training = begun
+    training.step()
+    training.step()
+    less = training.tensors()
+    del less["norm"]
+    if placeholder:
+        less["norm"] = torch.empty(0)
+    with pytest.raises(UsageError, match="'norm'"):
+        publisher.publish(less)
+    manifest = published(publisher, reader, training)
+    assert manifest.reset
+    with pytest.raises(UsageError, match="'norm'"):
+        publisher.publish(less)
+
+
 def test_steps_published_in_pairs_keep_a_copy(publisher_at: Make, reader: Reader) -> None:
     training = Training(adamw())
     publisher = publisher_at(detector="adamw", cast={"*": "BF16"})

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from weightcast.manifest.export import export, fetch_files
 from weightcast.manifest.rebuild import rebuild
+from weightcast.publisher.group import GroupPublisher
 from weightcast.publisher.hooks.transformers import WeightcastCallback, checkpoint_tensors
 from weightcast.schemas.errors import UsageError
 
@@ -47,6 +48,15 @@ def trainer(model: Any, folder: Path, *callbacks: TrainerCallback, **changes: An
     return Trainer(
         model, TrainingArguments(**(arguments | changes)), train_dataset=rows(), callbacks=list(callbacks)
     )
+
+
+def test_an_open_publisher_of_the_other_kind_is_refused_on_all_ranks(root: str) -> None:
+    """On one alone, the others would train on, and wait for it in their next collective."""
+    with GroupPublisher(root) as group:
+        callback = WeightcastCallback(group)
+        state = TrainerState(global_step=0, is_world_process_zero=False)
+        with pytest.raises(UsageError, match="of all ranks"):
+            callback.on_train_begin(None, state, None, model=tiny_qwen3())
 
 
 def test_versions_of_a_run_are_the_trainers_bits(root: str, tmp_path: Path) -> None:
