@@ -16,10 +16,13 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+COMPILES_FOR_HOST: Final = not config.CPU_NAME and config.CPU_FEATURES is None and bool(config.ENABLE_AVX)
+"""Whether numba makes use of all that this machine has. Otherwise LLVM may not know an instruction of its own."""
 
 TAGS: Final = {1: np.uint8(0), 2: np.uint16(0), 4: np.uint32(0), 8: np.uint64(0)}
 """Tag of each width in bytes."""

@@ -12,10 +12,10 @@ from typing import Any, Final
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
 from numba import types
-from numba.core import cgutils, config
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .jit import emit_prefetch
+from .jit import COMPILES_FOR_HOST, emit_prefetch
 
 CLASSES: Final = 12
 """Classes of exponents (docs/format.md, class)."""
@@ -26,7 +26,7 @@ GROUPS: Final = 8
 BLOCK: Final = 64 * GROUPS
 """Elements whose classes are counted at once."""
 
-DEPOSITS: Final = not config.CPU_NAME and get_host_cpu_features().get("bmi2", False)
+DEPOSITS: Final = COMPILES_FOR_HOST and get_host_cpu_features().get("bmi2", False)
 """Whether the machine moves bits to where a mask says in one instruction."""
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)

@@ -12,10 +12,11 @@ from typing import Any, Final
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
 from numba import types
-from numba.core import cgutils, config
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .jit import (
+    COMPILES_FOR_HOST,
     GOLDEN,
     GROUP,
     I64,
@@ -29,7 +30,7 @@ from .jit import (
     pointer_of,
 )
 
-COMPRESSES: Final = not config.CPU_NAME and get_host_cpu_features().get("avx512vbmi2", False)
+COMPRESSES: Final = COMPILES_FOR_HOST and get_host_cpu_features().get("avx512vbmi2", False)
 """Whether the machine moves marked bytes of a vector together in one instruction."""
 
 NOTED: Final = 16

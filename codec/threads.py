@@ -1,11 +1,11 @@
-"""Work on many numbers, spread over the cores that this process may use."""
+"""Work on many numbers, spread over the cores that this process may use; also while the interpreter shuts down."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,26 @@ _T = TypeVar("_T")
 
 MAX_THREADS: Final = 4
 """More do not write faster than memory does, and whoever is served has threads of its own."""
+
+
+class Workers(ThreadPoolExecutor):
+    """Runs a call in the calling thread where a pool refuses new work.
+
+    Python closes all pools before it waits for threads that are still at work, and a publisher whose trainer has
+    returned from main still has a version to commit.
+    """
+
+    def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
+        """As `Executor.submit`; runs `fn` here if the pool is closed."""
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            future: Future[_T] = Future()
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 - handed to whoever asks the future
+                future.set_exception(error)
+            return future
 
 
 def workers() -> int:
@@ -40,5 +60,5 @@ def spread_evenly(run: Callable[[int, int], _T], size: int, least: int) -> list[
 
 
 def _run(run: Callable[[int, int], _T], cuts: list[int]) -> list[_T]:
-    with ThreadPoolExecutor(len(cuts) - 1) as pool:
+    with Workers(len(cuts) - 1) as pool:
         return list(pool.map(run, cuts[:-1], cuts[1:]))

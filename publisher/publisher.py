@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from weightcast.codec.threads import Workers
 from weightcast.manifest.chain import Position
 from weightcast.manifest.commit import Writer, create_stream
 from weightcast.manifest.store import Store, open_store
@@ -31,7 +32,6 @@ from .resume import FENCE_TRIES, Keeper, load_baseline, newest_snapshot
 from .rounds import Rounds, Source
 from .sources import Casts, Item, Tensors, items
 from .upload import Uploader
-from .workers import Workers
 
 
 class Publisher(Audience, OneProcess):

@@ -8,6 +8,7 @@ from typing import Any, Literal, SupportsIndex
 
 import torch.distributed as dist
 
+from weightcast.codec.threads import Workers
 from weightcast.manifest.commit import Writer, create_stream
 from weightcast.manifest.store import Store, open_store
 from weightcast.manifest.stream import StreamReader
@@ -17,7 +18,6 @@ from weightcast.publisher.job import PendingVersion
 from weightcast.publisher.label import Label
 from weightcast.publisher.sources import Casts
 from weightcast.publisher.upload import Uploader
-from weightcast.publisher.workers import Workers
 from weightcast.schemas.errors import StorageError, UsageError, WeightcastError
 from weightcast.schemas.settings import PublisherSettings
 
@@ -82,6 +82,7 @@ class GroupPublisher(Audience, OneProcess):
         self._helper = Workers(4, "weightcast-group")  # at once: work and decision, of both threads
         self._publishing = threading.Lock()
         self._number = 0
+        self._left = False
         self._flight = Flight()
         OneProcess.__init__(self)
         self._chair: Chair | None = None
@@ -93,6 +94,7 @@ class GroupPublisher(Audience, OneProcess):
             council.meet("opened", attempt(lambda: found.result().stream.stream), _all_one)
         except BaseException:
             self._stop()
+            self._leave()  # the others have still to hear why
             raise
         self._member = Member(
             council, self._helper, self._pools, self.settings, self._casts, found.result(), self._chair
@@ -206,19 +208,24 @@ class GroupPublisher(Audience, OneProcess):
         Raises:
             WeightcastError: a version was not committed and nobody was told yet, or time ran out.
         """
-        again, self._closed = self._closed, True
+        self._closed = True
         if self._is_copy:
             return
         finished = self._flight.join(timeout)
-        if finished and not again:
-            self._messenger.leave()
         self._stop()
-        if not finished:
+        if finished:
+            self._leave()
+        else:
             raise StorageError(
                 f"closed after {timeout} s with a version not committed",
                 hint="the store or a rank is slow or down; publish again",
             )
         self._flight.raise_untold()
+
+    def _leave(self) -> None:
+        if not self._left:
+            self._left = True
+            self._messenger.leave()
 
     def _stop(self) -> None:
         for pool in (self._helper, self._pools.compute, self._pools.transfer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, SupportsIndex
 
+from weightcast.codec.threads import Workers
 from weightcast.manifest.chain import Position
 from weightcast.manifest.commit import Writer, create_stream
 from weightcast.manifest.store import Store, open_store
@@ -13,7 +14,6 @@ from weightcast.publisher.closing import Closing
 from weightcast.publisher.label import Label
 from weightcast.publisher.sources import Casts
 from weightcast.publisher.upload import Uploader
-from weightcast.publisher.workers import Workers
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import NotFound, UsageError
 from weightcast.schemas.manifest import VersionManifest

@@ -146,8 +146,9 @@ class TorchMessenger:
             if self.rank:
                 self._ask(lambda keys: keys.set(self._keys(f"left/{self.rank}", 1)[0], ""), _LEAVE_S)
             else:
-                self._wait([f"left/{rank}" for rank in range(1, self.size)], min(_LEAVE_S, self.timeout_s))
-        except Silence as error:
+                others = [f"left/{rank}" for rank in range(1, self.size)]
+                self._wait(others, min(_LEAVE_S, self.timeout_s), _LEAVE_S)
+        except Exception as error:  # noqa: BLE001 - what comes after is not to be missed for want of a goodbye
             log.debug("left without a word: %s", error)
 
     def _put(self, topic: str, text: str) -> None:
@@ -181,8 +182,8 @@ class TorchMessenger:
     def _keys(self, topic: str, count: int) -> list[str]:
         return [f"{self._prefix}/{topic}", *(f"{self._prefix}/{topic}#{n}" for n in range(1, count))]
 
-    def _wait(self, topics: list[str], timeout_s: float) -> list[str]:
-        """Wait until all are there; those that are not, after the timeout."""
+    def _wait(self, topics: list[str], timeout_s: float, ask_s: float | None = None) -> list[str]:
+        """Wait until all are there; those that are not, after the timeout. `ask_s`: for one answer of the store."""
         missing, wait_s, end = list(topics), _FIRST_WAIT_S, time.monotonic() + timeout_s
 
         def look(keys: Keys) -> list[str]:
@@ -193,7 +194,7 @@ class TorchMessenger:
             return [topic for topic in missing if not keys.check(self._keys(topic, 1))]
 
         while True:
-            late = self._ask(look)
+            late = self._ask(look, ask_s)
             if late or not missing:
                 return late
             time.sleep(wait_s)
@@ -209,14 +210,17 @@ class TorchMessenger:
         """
         outcome: Future[T] = Future()
         bound_s = self.timeout_s if timeout_s is None else timeout_s
-        threading.Thread(
+        thread = threading.Thread(
             target=self._answer, args=(call, outcome), name="weightcast-keys", daemon=True
-        ).start()
+        )
         try:
+            thread.start()
             return outcome.result(bound_s)
         except FutureTimeout:
             raise _gone(f"nothing for {bound_s:g} s") from None
-        except RuntimeError as error:  # torch's own errors about its store are such; ours are not
+        except (
+            RuntimeError
+        ) as error:  # torch's own about its store are such, ours are not; or no thread is to be had
             raise _gone(str(error).splitlines()[0]) from error
 
     def _answer(self, call: Callable[[Keys], T], outcome: Future[T]) -> None:
@@ -225,7 +229,7 @@ class TorchMessenger:
                 connection = self._idle.pop()
             except (
                 IndexError
-            ):  # requests are short: where torch cannot make another connection, one does for all
+            ):  # where torch cannot make another connection, one does for all: requests are short
                 connection = _clone(self._store)
             found = call(connection)
         except Exception as error:  # noqa: BLE001 - raised where the answer is waited for

@@ -197,6 +197,15 @@ def test_b100b_a_trainer_that_returns_from_main_has_its_versions_committed(
     assert assert_steps(store) == {0: 0, 1: 1, 2: 2}
 
 
+def test_a_large_row_is_followed_after_main_has_returned(
+    local_url: str, spawn: Callable[..., Trainer]
+) -> None:
+    """One of 196,608 changes, which several threads write where there are cores for them."""
+    code, _, err = spawn(local_url, "leave", 0.7, 1 << 20).outcome()
+    assert (code, err) == (0, "")
+    assert assert_steps(open_store(local_url)) == {0: 0, 1: 1, 2: 2}
+
+
 def test_b100a_a_failure_in_the_background_ends_the_process_with_an_error(
     local_url: str, spawn: Callable[..., Trainer]
 ) -> None:

@@ -173,10 +173,10 @@ def _meet(folder: Path, name: str, round_: int) -> None:
         time.sleep(0.0005)
 
 
-def leave(url: str, delay: float) -> None:
+def leave(url: str, delay: float, row_elements: int = SETTINGS["row_elements"]) -> None:
     """Return from main right after the last publish, with a store that takes `delay` seconds for the commit."""
     store = opened(url)
-    publisher = Publisher("", PublisherSettings(**SETTINGS), store=store)
+    publisher = Publisher("", PublisherSettings(**SETTINGS | {"row_elements": row_elements}), store=store)
     publisher.publish(state(0), step=0).wait()
     store.on("create", "versions/*", lambda _: time.sleep(delay))
     store.on("put", "data/*", lambda _: time.sleep(delay / 4))
@@ -231,7 +231,7 @@ def main() -> None:
         "one-shot": lambda k: one_shot(url, int(k)),
         "stop": lambda k: stop_before_commit(url, int(k)),
         "race": lambda name, rounds: race(url, name, int(rounds)),
-        "leave": lambda delay: leave(url, float(delay)),
+        "leave": lambda delay, *row: leave(url, float(delay), *map(int, row)),
         "fail": lambda: fail_behind(url),
         "fork": lambda: fork(url),
     }

@@ -151,8 +151,26 @@ def test_a_store_that_does_not_answer_is_waited_for_as_long_as_a_rank() -> None:
         one.broadcast("t", None)
     with pytest.raises(Silence, match=r"does not answer: nothing for 0\.2 s"):
         one.gather("t", "text")
+    one.leave()
     assert time.monotonic() - begun < 20
+    zero = TorchMessenger.over(keys, 0, 2, 60)
+    begun = time.monotonic()
+    zero.leave()
+    assert time.monotonic() - begun < 20  # a goodbye is not worth the timeout
     keys.let_go.set()
+
+
+def test_where_no_thread_is_to_be_had_nothing_is_heard_and_leaving_is_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    _, (_, one) = pair()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(Silence, match="can't start new thread"):
+        one.broadcast("t", None)
+    one.leave()
 
 
 def test_without_torch_distributed_there_is_no_messenger_but_one_rank() -> None:
