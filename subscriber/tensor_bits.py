@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +14,8 @@ from weightcast.schemas.errors import Corrupt, UsageError
 from weightcast.schemas.layout import TensorSpec
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_MAX_WORK: Final = 1_000_000  # solutions tried before two strided views pass: some 10 ms
 
 SIGNED: Final = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 """What torch takes from numpy, by width in bytes."""
@@ -85,10 +88,46 @@ def is_addressable(tensor: torch.Tensor) -> bool:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What two tensors have in common that are the same memory, seen in the same way."""
-    return (
-        tensor.device,
-        tensor.data_ptr() if tensor.numel() else id(tensor),
-        tuple(tensor.shape),
-        tensor.stride(),
-    )
+    """What two tensors have in common that are the same memory, with the same elements in the same order."""
+    start = tensor.data_ptr() if tensor.numel() else id(tensor)
+    if tensor.is_contiguous():  # whatever the shape
+        return tensor.device, tensor.dtype, start, (tensor.numel(),), (1,)
+    return tensor.device, tensor.dtype, start, tuple(tensor.shape), tensor.stride()
+
+
+def overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Names of two tensors in host memory that share some bytes, but are not the same place; None if there are none.
+
+    Strided views that lie between each other share none. Where that takes too long to find out they pass.
+    """
+    places: dict[tuple[object, ...], str] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_cpu and tensor.numel():
+            places.setdefault(place_of(tensor), name)
+    extents = sorted(((*_extent(tensors[n]), n) for n in places.values()), key=lambda extent: extent[0])
+    reaching: list[tuple[int, str]] = []  # what began before, and may end after
+    for start, stop, name in extents:
+        reaching = [(end, other) for end, other in reaching if end > start]
+        for _, other in reaching:
+            if _share(tensors[other], tensors[name]):
+                return other, name
+        reaching.append((stop, name))
+    return None
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte, and the one after the last; torch has no negative strides."""
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (steps + 1) * tensor.element_size()
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors whose extents intersect share a byte."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    try:
+        one_bits, other_bits = bits_of(one).numpy(), bits_of(other).numpy()
+        return bool(np.shares_memory(one_bits, other_bits, max_work=_MAX_WORK))  # type: ignore[arg-type]  # any number
+    except np.exceptions.TooHardError:
+        return False

@@ -22,7 +22,7 @@ from weightcast.schemas.layout import Layout
 from weightcast.schemas.wrappers import NameMap
 
 from .target import Mark, mark_of, restrict
-from .tensor_bits import SIGNED, bits_of, is_addressable, place_of, spec_of, write_by_index
+from .tensor_bits import SIGNED, bits_of, is_addressable, overlapping, place_of, spec_of, write_by_index
 
 _Homes = dict[
     str, list[torch.Tensor]
@@ -185,7 +185,8 @@ class Tensors:
         """For each stored tensor of `layout` the tensors here that hold it: one, or several if tied names are apart.
 
         Raises:
-            UsageError: a tensor is missing here, has another dtype or shape, or is not in the layout.
+            UsageError: a tensor is missing here, has another dtype or shape, is not in the layout, or overlaps another
+                one in part.
         """
         if self._found is not None and self._found[0] == layout.sha256:
             return self._found[1]
@@ -212,6 +213,12 @@ class Tensors:
                 f"of {len(layout)} tensors in the stream {len(missing)} are missing here {missing[:5]}, "
                 f"and {len(unknown)} here are not in the stream {unknown[:5]}",
                 hint="pass the state dict of the same model, or name what to leave alone with ignore=",
+            )
+        pair = overlapping({name: tensor for name, tensor in self._tensors.items() if name in layout})
+        if pair is not None:
+            raise UsageError(
+                f"tensors {pair[0]!r} and {pair[1]!r} overlap in memory here",
+                hint=f"give {pair[1]!r} memory of its own (clone it)",
             )
         self._found = (layout.sha256, homes)
         return homes

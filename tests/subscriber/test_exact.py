@@ -188,6 +188,63 @@ def test_tensors_in_one_place_that_part_in_the_stream_are_refused_before_a_byte_
     assert torch.equal(place, torch.full((4,), 9.0))
 
 
+@pytest.mark.parametrize("how", ["part", "the same start", "another dtype", "strided", "by one byte"])
+def test_tensors_that_overlap_in_part_are_refused_before_a_byte_is_written(
+    how: str, store: FaultStore, trainer: Trainer, subscriber_at: SubscriberAt
+) -> None:
+    """No bits are right for both, unless the stream has the same overlap, which it cannot say."""
+    place = torch.zeros(16, dtype=torch.bfloat16)
+    other = {
+        "part": place[6:10],
+        "the same start": place[:4],
+        "another dtype": place.view(torch.float32)[2:6],
+        "strided": torch.as_strided(place, (4,), (3,), 2),
+        "by one byte": place.view(torch.uint8)[31:],
+    }[how]
+    live = {"a": place[:8] if how == "part" else place, "b": other, "c": torch.zeros(2)}
+    trainer.publish({name: torch.ones_like(tensor) for name, tensor in live.items()})
+    with pytest.raises(UsageError, match="'a' and 'b' overlap in memory") as refused:
+        subscriber_at(store, Tensors(live)).once()
+    assert "clone" in (refused.value.hint or "")
+    assert not place.view(torch.int16).any()
+    assert not live["c"].any()
+
+
+def test_tensors_side_by_side_between_each_other_or_in_one_place_are_kept(
+    store: FaultStore, trainer: Trainer, subscriber_at: SubscriberAt
+) -> None:
+    """Views of one buffer that share no element; and two names of the very same elements, in two shapes."""
+    place = torch.zeros(6, 8, dtype=torch.bfloat16)
+    flat = torch.zeros(12)
+    source = {
+        "left": torch.zeros(2, 8, dtype=torch.bfloat16),
+        "even": torch.zeros(2, 4, dtype=torch.bfloat16),
+        "odd": torch.zeros(2, 4, dtype=torch.bfloat16),
+        "low": torch.zeros(2, 4, dtype=torch.bfloat16),
+        "high": torch.zeros(2, 4, dtype=torch.bfloat16),
+        "same.0": torch.zeros(3, 4),
+        "same.1": torch.zeros(12),
+        "empty": torch.zeros(0),
+    }
+    live = {
+        "left": place[:2],
+        "even": place[2:4, ::2],
+        "odd": place[2:4, 1::2],
+        "low": place[4:, :4],
+        "high": place[4:, 4:],
+        "same.0": flat.view(3, 4),
+        "same.1": flat,
+        "empty": flat[4:4],
+    }
+    subscriber = subscriber_at(store, Tensors(live))
+    for seed in range(1, 4):
+        source = stir(source, seed)
+        source["same.1"] = source["same.0"].reshape(12).clone()
+        trainer.publish(source)
+        assert subscriber.once().version == seed - 1
+        assert bits(live) == bits(source)
+
+
 def test_a_second_copy_of_a_tied_tensor_that_differs_is_not_taken_for_a_version(
     store: FaultStore, trainer: Trainer, subscriber_at: SubscriberAt
 ) -> None:
