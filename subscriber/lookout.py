@@ -34,7 +34,9 @@ class Lookout:
         self._answered = answered
         self._ended = threading.Event()  # some request has
         self._version = -1
-        self._asked: list[Future[bytes | None]] = []
+        self._asked: dict[int, Future[bytes | None]] = {}  # by number, in the order in which they were sent
+        self._number = 0  # of the next one
+        self._heard = -1  # of the newest that was answered
         self.request_s = 0.0
 
     def _one(self, version: int) -> bytes | None:
@@ -48,24 +50,29 @@ class Lookout:
     def ask(self, version: int) -> None:
         """Ask for the manifest of `version`, unless enough requests for it are on their way."""
         if version != self._version:
-            self._version, self._asked = version, []  # what is said about another one is of no use
-        self._asked = [future for future in self._asked if not future.done() or _is_news(future)]
+            self._version = version
+            self._forget()  # what is said about another one is of no use
+        self._news()
         if len(self._asked) < AT_ONCE:
             future = self._pool.submit(self._one, version)
-            self._asked.append(future)
+            self._asked[self._number] = future
+            self._number += 1
             future.add_done_callback(lambda _: self._ended.set())
 
     @property
     def waiting(self) -> bool:
         """Whether requests are on their way."""
-        return any(not future.done() for future in self._asked)
+        return any(not future.done() for future in self._asked.values())
 
     def wait(self, seconds: float) -> bool:
-        """Wait for news of the version that was asked for: its manifest, or an error. False if time ran out."""
+        """Wait for news of the version that was asked for: its manifest, or an error that no later answer belies.
+
+        False if time ran out.
+        """
         end = time.monotonic() + seconds
         while True:
             self._ended.clear()
-            if any(_is_news(future) for future in self._asked):
+            if self._news() is not None:
                 return True
             left = end - time.monotonic()
             if left <= 0:
@@ -73,23 +80,43 @@ class Lookout:
             self._ended.wait(left)
 
     def get(self, version: int) -> bytes | None:
-        """The manifest of `version`, or None if it is not there as of now: asks, and takes the first answer with news.
+        """The manifest of `version`, or None if it is not there as of now: takes news that are there, or else asks.
 
         Raises:
             WeightcastError: what a request ended with.
         """
-        self.ask(version)
-        newest = self._asked[-1]
-        for future in as_completed(self._asked):
-            if _is_news(future):
-                self._asked = []
-                return future.result()
-            if future is newest:  # an older one that hangs has nothing newer to say
-                break
-        return None
+        news = self._news() if version == self._version else None
+        if news is None:
+            self.ask(version)
+            newest = next(reversed(self._asked.values()))
+            for future in as_completed(self._asked.values()):
+                if self._news() is not None or future is newest:
+                    break  # an older one that hangs has nothing newer to say
+            news = self._news()  # an older one may have ended meanwhile, and hold it
+        if news is None:
+            return None
+        self._forget()
+        return news.result()
 
+    def _news(self) -> Future[bytes | None] | None:
+        """A request that ended with the manifest, or else with an error. Forgets those that have nothing to say: not
+        there yet, or an error where one that was sent later was answered.
+        """
+        ended = {number: future for number, future in self._asked.items() if future.done()}
+        failed = {n for n, future in ended.items() if future.cancelled() or future.exception() is not None}
+        self._heard = max([self._heard, *(ended.keys() - failed)])
+        manifest = error = None
+        for number, future in ended.items():
+            if number not in failed and future.result() is not None:
+                manifest = future
+            elif number in failed and number > self._heard and not future.cancelled():
+                error = future
+            else:
+                del self._asked[number]
+        return manifest or error
 
-def _is_news(future: Future[bytes | None]) -> bool:
-    """Whether a request has ended with more than: not there yet."""
-    ended = future.done() and not future.cancelled()
-    return ended and (future.exception() is not None or future.result() is not None)
+    def _forget(self) -> None:
+        """Forget all requests; those that have no thread yet are not sent."""
+        for future in self._asked.values():
+            future.cancel()
+        self._asked = {}

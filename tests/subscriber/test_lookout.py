@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import pytest
@@ -134,3 +134,96 @@ def test_requests_that_were_cancelled_with_their_pool_are_no_news() -> None:
     lookout.ask(1)
     pool.shutdown(wait=True, cancel_futures=True)
     assert not lookout.wait(0.05)
+
+
+@dataclass
+class Scripted:
+    """Answers each request, by its number, when the test says so."""
+
+    gates: list[threading.Event] = field(default_factory=lambda: [threading.Event() for _ in range(AT_ONCE)])
+    outcomes: dict[int, bytes | Exception] = field(default_factory=dict)
+    asked: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read(self, version: int) -> bytes | None:
+        with self.lock:
+            number, self.asked = self.asked, self.asked + 1
+        assert self.gates[number].wait(20)
+        outcome = self.outcomes.get(number)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def ask(self, lookout: Lookout, requests: int) -> None:
+        """Send that many, in order."""
+        for number in range(requests):
+            lookout.ask(1)
+            while self.asked <= number:
+                time.sleep(0.001)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_an_error_that_is_older_than_an_answer_is_no_news(
+    order: tuple[int, ...], pool: ThreadPoolExecutor
+) -> None:
+    store = Scripted(outcomes={0: StorageError("reset")})
+    lookout = Lookout(store.read, pool, lambda: None)
+    store.ask(lookout, 3)
+    for number in order:
+        store.gates[number].set()
+        time.sleep(0.05)
+        if number:
+            assert not lookout.wait(0.05)
+    assert not lookout.waiting
+    assert not lookout.wait(0.05)
+    store.gates[3].set()
+    assert lookout.get(1) is None
+
+
+def test_an_error_that_is_newer_than_all_answers_is_news(pool: ThreadPoolExecutor) -> None:
+    store = Scripted(outcomes={1: StorageError("down")})
+    lookout = Lookout(store.read, pool, lambda: None)
+    store.ask(lookout, 2)
+    store.gates[0].set()
+    store.gates[1].set()
+    assert lookout.wait(5)
+    with pytest.raises(StorageError, match="down"):
+        lookout.get(1)
+
+
+def test_an_older_request_that_found_the_manifest_is_not_passed_over(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have ended when they are looked at, and the newest, which found nothing, is looked at first."""
+    store = Scripted(outcomes={0: b"one"})
+    lookout = Lookout(store.read, pool, lambda: None)
+    store.ask(lookout, 2)
+
+    def newest_first(futures: Iterable[Future[bytes | None]]) -> Iterator[Future[bytes | None]]:
+        for gate in store.gates:
+            gate.set()
+        given = list(futures)
+        wait(given)
+        yield from reversed(given)
+
+    monkeypatch.setattr("weightcast.subscriber.lookout.as_completed", newest_first)
+    assert lookout.get(1) == b"one"
+
+
+def test_what_is_forgotten_is_not_sent_any_more() -> None:
+    """Requests for a version that has come need no thread, if they had none yet."""
+    store = Scripted()
+    versions = []
+
+    def read(version: int) -> bytes | None:
+        versions.append(version)
+        return store.read(version)
+
+    with ThreadPoolExecutor(1) as pool:
+        lookout = Lookout(read, pool, lambda: None)
+        for _ in range(AT_ONCE):
+            lookout.ask(1)
+        lookout.ask(2)
+        for gate in store.gates:
+            gate.set()
+    assert versions == [1, 2]
