@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -103,6 +103,26 @@ def _digest_under(layout: Layout, target: Target, pool: Executor) -> Digest | No
         return None
 
 
+def snapshot_pays(
+    reader: StreamReader, at: Position, usable: Mapping[int, int], head: int, *, avoid: Collection[str]
+) -> bool:
+    """Whether a snapshot has fewer bytes than the deltas to its version, as far as they are known.
+
+    A snapshot is about as large as the model: where the deltas are smaller none is looked for.
+
+    Args:
+        reader: the stream.
+        at: what the target holds.
+        usable: bytes of each delta after it that may be read, by version.
+        head: newest version of interest.
+        avoid: manifest keys of snapshots that are known to be of no use.
+    """
+    if sum(usable.values()) < at.manifest.totals.dense_bytes:
+        return False
+    choices = [c for c in snapshot_choices(reader, head, limit=1, avoid=avoid) if c.version > at.version]
+    return any(c.bytes < sum(n for v, n in usable.items() if v <= c.version) for c in choices)
+
+
 def fetch_snapshot(
     reader: StreamReader,
     target: Target,
@@ -111,6 +131,7 @@ def fetch_snapshot(
     head: int,
     *,
     newer_than: int | None,
+    damaged: dict[str, WeightcastError],
     companions: Callable[[Position], None],
     touching: Callable[[], AbstractContextManager[None]],
 ) -> Position:
@@ -123,6 +144,7 @@ def fetch_snapshot(
         pool, requests: what proves and what downloads.
         head: newest version of interest.
         newer_than: what the target holds, if it does.
+        damaged: snapshots that are not tried, by key of their manifest; those that turn out to be damaged are added.
         companions: called before the target is changed, once it is sure to which version.
         touching: entered while the target is changed.
 
@@ -132,7 +154,9 @@ def fetch_snapshot(
         UsageError: the target cannot take it; it was not touched.
     """
     with _workdir(target) as folder:
-        position, layout, paths = _download_newest(reader, target, pool, requests, head, newer_than, folder)
+        position, layout, paths = _download_newest(
+            reader, target, pool, requests, head, newer_than, folder, damaged
+        )
         companions(position)
         with touching():
             target.load(layout, paths, position)
@@ -147,8 +171,8 @@ def _download_newest(
     head: int,
     newer_than: int | None,
     folder: Path,
+    damaged: dict[str, WeightcastError],
 ) -> tuple[Position, Layout, list[Path]]:
-    damaged: dict[str, WeightcastError] = {}
     while choices := snapshot_choices(reader, head, limit=1, avoid=damaged):
         choice = choices[0]
         if newer_than is not None and choice.version <= newer_than:

@@ -13,14 +13,14 @@ from typing import Final
 from weightcast.codec import Geometry, Memory
 from weightcast.manifest.chain import Position
 from weightcast.manifest.fetch import DeltaFetcher
-from weightcast.manifest.rebuild import snapshot_choices, usable_deltas
+from weightcast.manifest.rebuild import usable_deltas
 from weightcast.manifest.stream import StreamReader
-from weightcast.schemas.errors import Corrupt, Gap, NotFound, StorageError, UsageError
+from weightcast.schemas.errors import Corrupt, Gap, NotFound, StorageError, UsageError, WeightcastError
 from weightcast.schemas.names import file_key
 from weightcast.schemas.settings import SubscriberSettings
 
 from .ahead import Ahead
-from .attach import fetch_snapshot
+from .attach import fetch_snapshot, snapshot_pays
 from .backlog import Backlog
 from .lookout import Lookout
 from .progress import Progress
@@ -50,6 +50,7 @@ class Mover:
         pool: Executor,
         requests: Executor,
         polls: Executor,
+        listings: Executor,
         settings: SubscriberSettings,
         progress: Progress,
         rhythm: Rhythm,
@@ -66,13 +67,15 @@ class Mover:
         self._rhythm = rhythm
         self._fetcher = DeltaFetcher(reader.store, requests, settings.fetch_bytes, settings.connections)
         self._lagging = True  # whether there may be more than the next version
-        self._ahead = Ahead(reader.store, self._fetcher, pool, polls, rhythm)
+        self._ahead = Ahead(reader.store, self._fetcher, pool, listings, rhythm)
         self._geometry: Geometry | None = None
         self._bad: dict[int, int] = {}  # failures by version
+        self._damaged: dict[str, WeightcastError] = {}  # snapshots of no use, by key of their manifest
 
     def attach(self, position: Position) -> None:
         """The target was proved to hold `position`."""
         self.attached = self._lagging = True
+        self._damaged.clear()
         self._forget()
         self._arrive(position)
 
@@ -82,11 +85,17 @@ class Mover:
         # Who is not known to lag takes the next one alone, and asks for more once that is applied.
         run = self._backlog.after(at, _MAX_AHEAD if thorough or self._lagging else 1)
         looked_at = time.monotonic()
-        self._lagging = bool(run)  # the next poll tells
         self._look_ahead(at, run)
         head = run[-1].version if run else at.version
         if len(run) >= _MAX_AHEAD or (not run and thorough):
             head = max(head, self.reader.head() or head)
+        if not run and head > at.version:
+            # It may have come since it was asked for: only what is still missing is a hole.
+            run, looked_at = self._backlog.after(at, _MAX_AHEAD), time.monotonic()
+            if run:
+                self._look_ahead(at, run)
+                head = max(head, run[-1].version)
+        self._lagging = bool(run)  # the next poll tells
         self._progress.saw_head(head)
         self._rhythm.found(head, looked_at)
         if head == at.version:
@@ -104,14 +113,19 @@ class Mover:
         self._ahead.drop()
         self._fetcher.drop()
 
-    def jump(self, head: int) -> None:
+    def jump(self, head: int, *, again: bool = True) -> None:
         """Start again from the newest usable snapshot up to `head`.
+
+        Args:
+            head: newest version of interest.
+            again: whether to try those that failed before: where there is another way, they are not worth it.
 
         Raises:
             Gap: there is none that is newer than what the target holds.
         """
-        self._forget()
         at = self._progress.at
+        if again:
+            self._damaged.clear()
         position = fetch_snapshot(
             self.reader,
             self._target,
@@ -119,9 +133,11 @@ class Mover:
             self._requests,
             head,
             newer_than=at.version if at else None,
+            damaged=self._damaged,
             companions=self._companions,
             touching=self._touching,
         )
+        self._forget()
         self._arrive(position)
 
     def _look_ahead(self, at: Position, run: Sequence[Position]) -> None:
@@ -153,25 +169,16 @@ class Mover:
         far = not run or len(run) >= _FLOOR_FROM
         usable = usable_deltas(run, self.reader.floor() if far else 0)
         ready = list(itertools.takewhile(lambda p: p.version in usable, run))
-        if len(ready) < len(run) or not run or self._snapshot_pays(at, usable, head):
+        needed = len(ready) < len(run) or not run
+        if needed or snapshot_pays(self.reader, at, usable, head, avoid=self._damaged):
             try:
-                self.jump(head)
+                self.jump(head, again=not ready)
                 return
             except (Gap, Corrupt, NotFound) as error:
                 if not ready or not self.attached:
                     raise
                 log.warning("going on by deltas: %s", error)
         self._apply_or_jump(at, ready, head)
-
-    def _snapshot_pays(self, at: Position, usable: dict[int, int], head: int) -> bool:
-        """Whether a snapshot has fewer bytes than the deltas to its version, as far as they are known.
-
-        A snapshot is about as large as the model: where the deltas are smaller none is looked for.
-        """
-        if sum(usable.values()) < at.manifest.totals.dense_bytes:
-            return False
-        choices = [c for c in snapshot_choices(self.reader, head, limit=1) if c.version > at.version]
-        return any(c.bytes < sum(n for v, n in usable.items() if v <= c.version) for c in choices)
 
     def _apply_or_jump(self, at: Position, run: Sequence[Position], head: int) -> None:
         """Apply; go past a version that was pruned, or that failed `tries` times, by a snapshot."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from weightcast.manifest.chain import Position
-from weightcast.schemas.errors import StorageError, WeightcastError
+from weightcast.schemas.errors import StorageError, UsageError, WeightcastError
 
 _LOOK_S: Final = 0.5  # a target that is well is looked at in less; one that takes longer is being healed
 
@@ -149,6 +149,20 @@ class Progress:
         with self._changed:
             self._ended = self._ended or error
             self._changed.notify_all()
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """While the target is kept at the head: whatever error ends that, whoever waits is told."""
+        try:
+            yield
+        except GeneratorExit:
+            raise  # who used the versions wants no more; that is no error
+        except WeightcastError as error:
+            self.ended(error)
+            raise
+        except BaseException as error:
+            self.ended(UsageError(f"following ended by an unforeseen error: {error!r}"))
+            raise
 
     def wait_for(self, version: int, timeout: float | None) -> int:
         """Wait until `version` or a later one is applied, and return which.

@@ -68,7 +68,9 @@ class Subscriber:
         self._store = store or open_store(root)
         self._pool = ThreadPoolExecutor(self.settings.threads, "weightcast-subscribe")
         self._requests = ThreadPoolExecutor(self.settings.connections, "weightcast-fetch")
-        self._polls = ThreadPoolExecutor(AT_ONCE + LISTINGS, "weightcast-poll")
+        # As many again: those for a version that has come may hang.
+        self._polls = ThreadPoolExecutor(2 * AT_ONCE, "weightcast-poll")
+        self._listings = ThreadPoolExecutor(LISTINGS, "weightcast-list")
         self._progress = Progress(self.settings.max_lag)
         self._mover: Mover | None = None
         self._lease = Lease(self._store, self.settings)
@@ -126,7 +128,10 @@ class Subscriber:
         Raises:
             Untrusted, UsageError: this will not pass; the target stays at a whole version.
         """
-        stop = stop or threading.Event()
+        with self._progress.ending():
+            yield from self._follow(stop or threading.Event())
+
+    def _follow(self, stop: threading.Event) -> Iterator[Position]:
         failures, idle = 0, _LOOK_AROUND  # the first poll looks around
         failing_since, looked = time.monotonic(), -math.inf
         told: Position | None = None
@@ -160,7 +165,7 @@ class Subscriber:
 
         Raises:
             StorageError: time ran out; says how far it came and why.
-            Untrusted, UsageError: `follow` ended with this.
+            Untrusted, UsageError: `follow` ended with this, or because of an unforeseen error.
         """
         return self._progress.wait_for(version, timeout)
 
@@ -169,7 +174,7 @@ class Subscriber:
         self._closed = True
         with self._working:
             self._progress.ended(UsageError("the subscriber was closed"))
-            for pool in (self._polls, self._requests, self._pool):
+            for pool in (self._polls, self._listings, self._requests, self._pool):
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -210,6 +215,7 @@ class Subscriber:
             self._pool,
             self._requests,
             self._polls,
+            self._listings,
             self.settings,
             self._progress,
             self._rhythm,
@@ -237,7 +243,6 @@ class Subscriber:
             isinstance(error, Untrusted) and not isinstance(error, Unsupported) and self.version is not None
         )
         if not error.retryable and not (settling and failing_s < _SETTLE_S):
-            self._progress.ended(error)
             raise error
         log.warning("not moving on from version %s: %s", self.version, error)
 

@@ -23,7 +23,7 @@ from weightcast.schemas.names import version_key
 from weightcast.schemas.shard import Row, decode_shard
 from weightcast.subscriber import CheckpointFolder, Subscriber, Tensors, ahead, rhythm
 
-from ..faultstore import FaultStore, Hold
+from ..faultstore import FaultStore, Hold, refuse
 from .conftest import Trainer
 from .kit import Model, bits, blank, loaded, random_like, stir
 
@@ -347,3 +347,52 @@ def test_without_the_setting_nothing_is_listed(
     subscriber.wait_for(1, 10)
     assert not [key for key in store.keys("list") if key.startswith("data/")]
     assert early(store) == []
+
+
+def test_listings_that_hang_keep_no_version_away(
+    store: FaultStore, sharded: Trainer, follow: Callable[..., Subscriber]
+) -> None:
+    """Those of versions that have come since count towards what may be under way, too."""
+    model = model_of(0)
+    live = blank(model)
+    sharded.publish(model)
+    subscriber = follow(store, Tensors(live))
+    until(lambda: len(store.keys("list")) >= 2)
+    hold = Hold()
+    store.on("list", "data/*", hold)
+    store.calls.clear()
+    try:
+        for version in range(1, 6):
+            asked = len(store.keys("get"))
+            until(lambda asked=asked: len(store.keys("get")) > asked + 3)  # type: ignore[misc]
+            model = stir(model, version, 0.1)
+            sharded.publish(model)
+            subscriber.wait_for(version, 10)
+        assert hold.reached.is_set()
+        assert len(store.keys("list")) <= ahead.LISTINGS
+    finally:
+        hold.release()
+    assert bits(live) == bits(model)
+
+
+def test_listings_that_fail_keep_no_version_away(
+    store: FaultStore, sharded: Trainer, follow: Callable[..., Subscriber], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A listing is advice: that it failed is said once, and polls go on at their pace."""
+    model = model_of(0)
+    live = blank(model)
+    sharded.publish(model)
+    subscriber = follow(store, Tensors(live))
+    store.on("list", "data/*", refuse)
+    for version in range(1, 6):
+        listed = len(store.keys("list"))
+        until(lambda listed=listed: len(store.keys("list")) > listed + 1)  # type: ignore[misc]
+        model = stir(model, version, 0.1)
+        sharded.publish(model)
+        began = time.monotonic()
+        subscriber.wait_for(version, 10)
+        assert time.monotonic() - began < 1
+    assert subscriber.status().error == ""
+    assert sum("cannot list" in record.message for record in caplog.records) == 1
+    assert not [r for r in caplog.records if "not moving on" in r.message]
+    assert bits(live) == bits(model)

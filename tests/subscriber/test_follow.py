@@ -241,11 +241,13 @@ def test_a_damaged_snapshot_is_passed_over_for_an_older_one(
         subscriber_at(store, CheckpointFolder(tmp_path / "late")).once()
 
 
+@pytest.mark.parametrize("fold_bytes", [1 << 26, 1 << 20])
 def test_a_snapshot_that_pays_but_is_damaged_does_not_stop_the_deltas(
-    store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt
+    fold_bytes: int, store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt
 ) -> None:
+    """It is tried once, however many steps the deltas take."""
     live = blank(model_of(0))
-    subscriber = subscriber_at(store, Tensors(live))
+    subscriber = subscriber_at(store, Tensors(live), fold_bytes=fold_bytes)
     sharded.publish(model_of(0))
     subscriber.once()
     for version in range(1, 11):
@@ -254,8 +256,13 @@ def test_a_snapshot_that_pays_but_is_damaged_does_not_stop_the_deltas(
     for entry in list(store.list("snapshots/")):
         if entry.key.endswith(".safetensors"):
             overwrite(store, entry.key, flip(-1))
+    store.calls.clear()
     assert subscriber.once().version == 10
     assert bits(live) == bits(model_of(10))
+    downloads = [key for key in store.keys("download") if key.startswith("snapshots/000000000010/")]
+    assert len(downloads) == len(set(downloads)) == 1
+    read = [key for key in store.keys("get") if key.startswith("versions/")]
+    assert max(read.count(version_key(version)) for version in range(1, 10)) <= 3, "not anew for each step"
 
 
 def raise_floor(store: FaultStore, keep: int) -> None:
@@ -308,6 +315,26 @@ def test_b111_without_a_snapshot_the_gap_is_named_and_the_weights_stay(
         subscriber.once()
     assert bits(live) == bits(model_of(3))
     assert subscriber.version == 3
+
+
+@pytest.mark.parametrize("hint", ["there", "deleted"])
+def test_a_version_committed_while_the_head_is_looked_up_is_no_gap(
+    hint: str, store: FaultStore, sharded: Trainer, subscriber_at: SubscriberAt
+) -> None:
+    """It was not there when it was asked for, and is there for whoever looks behind it: no snapshot is needed."""
+    live = blank(model_of(0))
+    sharded.publish(model_of(0))
+    subscriber = subscriber_at(store, Tensors(live))
+    subscriber.once()
+    if hint == "deleted":
+        store.inner.delete("head.json")
+    model = stir(model_of(0), 1, 0.01)
+    committed = store.on("get", "head.json", lambda _: sharded.publish(model) and None, times=1)
+    store.calls.clear()
+    assert subscriber.once().version == 1
+    assert committed.met >= 1
+    assert bits(live) == bits(model)
+    assert store.keys("download") == []
 
 
 def test_b116_a_version_is_pruned_while_it_is_fetched(
@@ -723,3 +750,30 @@ def test_b050_what_the_stream_does_not_carry_is_left_alone(
         subscriber.once()
         assert live["attn.k_scale"].item() == 1.0
         assert {n: b for n, b in bits(live).items() if n != "attn.k_scale"} == bits(model_of(seed))
+
+
+def test_who_waits_is_told_when_following_ends_by_an_unforeseen_error(
+    store: FaultStore, sharded: Trainer, following: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharded.publish(model_of(0))
+    target = Tensors(blank(model_of(0)))
+    here = following(store, target)
+    here.subscriber.wait_for(0, 10)
+    told: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            here.subscriber.wait_for(1)
+        except Exception as error:  # noqa: BLE001  shown to the test
+            told.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    monkeypatch.setattr(target, "mark", lambda: 1 // 0)
+    assert here.ended(10)
+    assert isinstance(here.error, ZeroDivisionError)
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert len(told) == 1
+    assert isinstance(told[0], UsageError)
+    assert "ZeroDivisionError" in str(told[0])
