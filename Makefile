@@ -5,8 +5,9 @@
 #                tests and checks run there, so they see what users install, not the checkout
 
 PYTHON ?= python3
-# For CI's two cores: tests wait for processes and servers of theirs much of the time; vLLM's servers never do.
-WORKERS ?= 3
+# Two workers: the suite starts servers and processes of its own, and CI has two cores. On an idle machine three are
+# faster, since tests wait for those much of the time (make test WORKERS=3).
+WORKERS ?= 2
 VLLM_WORKERS ?= 2
 ARGS ?=
 

@@ -29,15 +29,15 @@ from .target import Target, mark_of
 
 log = logging.getLogger(__name__)
 
-_LOOK_AROUND: Final = (
-    30  # polls without news after which it is checked that the next version is not just missing
-)
-_PUT_OFF_S: Final = (
-    2.0  # so long a step waits while the next version is due any moment, and is asked for without it
-)
-_SETTLE_S: Final = (
-    5.0  # a document that is not valid may still be in the writing, on file systems that show that
-)
+_LOOK_AROUND: Final = 30
+"""Polls without news after which it is checked that the next version is not just missing."""
+
+_PUT_OFF_S: Final = 2.0
+"""So long a step waits, but no longer than a poll, while the next version is due and asked for without it."""
+
+_SETTLE_S: Final = 5.0
+"""A document that is not valid may still be in the writing, on file systems that show that."""
+
 _SLICE_S: Final = 0.2  # how often a pause looks whether the subscriber was closed
 
 
@@ -259,7 +259,7 @@ class Subscriber:
                 return
             lookout = mover.lookout
             pause = self._rhythm.pause_s(poll_s, time.monotonic(), lookout.request_s)
-            due_now = pause < lookout.request_s and left > -_PUT_OFF_S
+            due_now = pause < lookout.request_s and left > -min(_PUT_OFF_S, poll_s)
             if pause >= poll_s or (pause >= left and not due_now):
                 self._sleep(stop, left, lookout)
                 return

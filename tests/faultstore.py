@@ -30,7 +30,9 @@ def die(_: str) -> None:
 
 def stop(_: str) -> None:
     """This process gets a SIGSTOP, and goes on here when somebody sends it a SIGCONT."""
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pthread_kill(
+        threading.get_ident(), signal.SIGSTOP
+    )  # sent to the process, this thread may go on a while
 
 
 class Hold:
