@@ -6,6 +6,7 @@ publish in question: version or error, seconds, and what came of the next publis
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.faultstore import FaultStore, die
-from tests.publisher.group.kit import columns, model, rows, stir, warm
+from tests.publisher.group.kit import columns, keep_stores, model, rows, stir, warm
 from weightcast.manifest.store import open_store
 from weightcast.publisher.group import GroupPublisher, TorchMessenger
 from weightcast.schemas.errors import WeightcastError
@@ -106,6 +107,7 @@ def prepare(scenario: str, messenger: Hooked, store: FaultStore) -> None:
 
 def rank(number: int, port: int, scenario: str, root: str, out: Path) -> None:
     """One process: two versions, the one in question, and one after it."""
+    faulthandler.dump_traceback_later(150, exit=True)  # a rank that hangs says where
     torch.set_num_threads(1)
     keys = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=keys, rank=number, world_size=RANKS)
@@ -145,10 +147,9 @@ def main(root: str, out: Path, scenarios: list[str]) -> None:
     warm()
     context = multiprocessing.get_context("fork")
     crew = {}
-    keys = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in scenarios]
-    for scenario, store in zip(scenarios, keys, strict=True):
+    for scenario, port in zip(scenarios, keep_stores(len(scenarios)), strict=True):
         for number in range(RANKS):
-            arguments = (number, store.port, scenario, root, out)
+            arguments = (number, port, scenario, root, out)
             crew[scenario, number] = context.Process(target=rank, args=arguments, daemon=True)
             crew[scenario, number].start()
     for process in crew.values():

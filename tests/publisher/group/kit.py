@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
@@ -194,3 +198,22 @@ def warm() -> None:
                     scatter(space, whole, decode(space, row, whole)[0])
                     update_box(space, row, old.data_ptr())
         digest(space, whole, Interval(dtype, 0, 512))
+
+
+def keep_stores(count: int) -> list[int]:
+    """Ports of so many TCPStores, served by a process that ends with this one: for a process that forks ranks.
+
+    A store is a thread with sockets. A process forked beside it takes the sockets along, and ranks that connect can
+    then wait for ever.
+    """
+    here, there = multiprocessing.Pipe()
+    multiprocessing.get_context("fork").Process(target=_keep, args=(there, count), daemon=True).start()
+    return [int(port) for port in here.recv()]
+
+
+def _keep(pipe: Connection, count: int) -> None:
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(count)]
+    pipe.send([store.port for store in stores])
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.publisher.group.kit import warm
+from tests.publisher.group.kit import keep_stores, warm
 from tests.publisher.hooks.kit import tiny_qwen3
 from weightcast.benchmarks.lab.traffic import CountedMessenger, traffic
 from weightcast.publisher.group import GroupPublisher
@@ -167,10 +167,9 @@ def main(root: str, out: Path, kinds: list[str]) -> None:
     context = multiprocessing.get_context("fork")
     dense(), experts()  # so that what they need is imported once
     warm()
-    for ranks in (4, 2):
-        keys = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for ranks, port in zip((4, 2), keep_stores(2), strict=True):
         crew = [
-            context.Process(target=rank, args=(n, ranks, keys.port, root, out, kinds), daemon=True)
+            context.Process(target=rank, args=(n, ranks, port, root, out, kinds), daemon=True)
             for n in range(ranks)
         ]
         for process in crew:
