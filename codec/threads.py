@@ -27,12 +27,14 @@ class Workers(ThreadPoolExecutor):
         """As `Executor.submit`; runs `fn` here if the pool is closed."""
         try:
             return super().submit(fn, *args, **kwargs)
-        except RuntimeError:
+        except RuntimeError as error:
+            if "cannot schedule new futures" not in str(error):  # no thread to be had: `fn` is queued already
+                raise
             future: Future[_T] = Future()
             try:
                 future.set_result(fn(*args, **kwargs))
-            except Exception as error:  # noqa: BLE001 - handed to whoever asks the future
-                future.set_exception(error)
+            except Exception as failure:  # noqa: BLE001 - handed to whoever asks the future
+                future.set_exception(failure)
             return future
 
 
