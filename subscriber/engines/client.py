@@ -31,6 +31,7 @@ from weightcast.schemas.engine import (
 )
 from weightcast.schemas.errors import (
     KINDS,
+    Conflict,
     StorageError,
     Unsupported,
     Untrusted,
@@ -155,6 +156,8 @@ class EngineClient:
                 f"{told}: it does not take the token",
                 hint=f"set {TOKEN_VARIABLE} to the same secret here and for the server",
             )
+        if fault is not None and fault.kind == Conflict.kind:
+            return taken_over(self.url)
         if fault is not None:
             kind = KINDS.get(fault.kind, StorageError if status >= 500 else UsageError)
             paused = "; it is paused" if fault.paused else ""
@@ -183,6 +186,14 @@ class EngineClient:
             f"the engine at {self.url} speaks protocol {found}, this release {PROTOCOL}",
             hint="install the same release of weightcast beside the engine and inside its server",
         )
+
+
+def taken_over(url: str) -> Conflict:
+    """What a subscriber ends with when its session is no longer the engine's, however it finds that out."""
+    return Conflict(
+        f"another subscriber has taken over the engine at {url}",
+        hint="one subscriber drives an engine: stop one of them",
+    )
 
 
 def _parse(url: str) -> SplitResult:

@@ -32,7 +32,6 @@ from weightcast.schemas.engine import (
     VerifyRequest,
 )
 from weightcast.schemas.errors import (
-    Conflict,
     Corrupt,
     StorageError,
     UsageError,
@@ -41,7 +40,7 @@ from weightcast.schemas.layout import Layout
 
 from ..journal import Journal
 from ..target import Mark
-from .client import EngineClient
+from .client import EngineClient, taken_over
 from .installs import Installs
 from .staging import Positions, Staging, map_values
 
@@ -156,10 +155,7 @@ class Session:
             self._plan, self._suspect = None, False
             self._known.clear()
         elif any(row.session != self._id for row in state.ranks):
-            raise Conflict(
-                f"another subscriber has taken over the engine at {self._client.url}",
-                hint="one subscriber drives an engine: stop one of them",
-            )
+            raise taken_over(self._client.url)
 
     def plan(self, layout: Layout) -> AttachReport:
         """Have the ranks record where the tensors of `layout` lie, unless they have.
