@@ -56,7 +56,7 @@ class Box:
         return self
 
     @property
-    def steps(self) -> tuple[int, int]:
+    def spacing(self) -> tuple[int, int]:
         """(run, stride) as kernels take them: of an interval both are its length."""
         return (self.run, self.stride) if self.run else (self.length, self.length)
 
@@ -87,7 +87,7 @@ def split_box(box: Box, row_elements: int) -> Iterator[Box]:
     if not 1 <= row_elements <= MAX_ROW_ELEMENTS:
         raise UsageError(f"rows of {row_elements} elements; expected 1 to {MAX_ROW_ELEMENTS}")
     box = box.normal
-    run, stride = box.steps
+    run, stride = box.spacing
     if run > row_elements:
         for number in range(box.length // run):
             first, last = box.start + number * stride, box.start + number * stride + run
@@ -227,7 +227,7 @@ def _figures(space: FlatSpace, box: Box, position: int) -> tuple[Any, ...]:
     """What the kernels take of a box: begin, length, run, stride, both seeds."""
     begin = box.start - int(space.starts[position])
     seeds = space.seeds[position]
-    return begin, box.length, *box.steps, seeds[0], seeds[1]
+    return begin, box.length, *box.spacing, seeds[0], seeds[1]
 
 
 def _spare() -> npt.NDArray[np.uint64]:
@@ -244,7 +244,7 @@ def _moved(space: FlatSpace, box: Box, position: int, found: Found) -> Digest:
     if not len(found):
         return Digest()
     places = found.positions.astype(np.int64)
-    kernels_boxes.spread(places, box.start, *box.steps)
+    kernels_boxes.spread(places, box.start, *box.spacing)
     lanes = digest_change(space.starts, space.seeds, position, places, 0, found.olds, found.news, len(places))
     return Digest(*map(int, lanes))
 

@@ -38,7 +38,7 @@ def crossing(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     order = sorted(range(len(boxes)), key=lambda i: boxes[i].start)
     table = np.empty((len(boxes), 4), np.int64)
     for row, i in enumerate(order):
-        table[row] = boxes[i].start, boxes[i].stop, *boxes[i].steps
+        table[row] = boxes[i].start, boxes[i].stop, *boxes[i].spacing
     pair = np.zeros(2, np.int64)
     outcome = find_crossing(table, BUDGET, pair)
     if outcome == _EXPENSIVE:

@@ -12,7 +12,7 @@ from weightcast.schemas.errors import Corrupt, UsageError
 from weightcast.schemas.shard import CODINGS, Row, has_possible_planes
 
 from . import classes, kernels, kernels_apply, kernels_boxes
-from .changes import Changes, gather, within
+from .changes import Changes, within
 from .digest import change_digest
 from .jit import TAGS
 from .memory import UNSIGNED, Memory
@@ -249,10 +249,11 @@ def _old_bits(space: FlatSpace, base: Memory | Changes, overlay: Changes | None,
     """Bits that the row's parent has at ascending positions `at`, at least one."""
     first, last = int(at[0]), int(at[-1])
     newer = Changes.none(space) if overlay is None else within(space, overlay, first, last)
+    out = np.empty(len(at), UNSIGNED[space.width])
     if isinstance(base, Memory):
-        out = gather(space, base, at)
+        tensor = space.tensor_at(first)
+        kernels.gather(base.addresses(space), space.starts, tensor, at, out, TAGS[space.width])
     else:
-        out = np.empty(len(at), UNSIGNED[space.width])
         older = within(space, base, first, last)
         if kernels.overlay(at, out, older.positions, older.values) < len(at):
             known = np.union1d(older.positions, newer.positions)

@@ -210,3 +210,13 @@ def emit_sum(builder: Any, vector: Any) -> Any:
     for i in range(1, LANES):
         total = builder.add(total, builder.extract_element(vector, ir.IntType(32)(i)))
     return total
+
+
+@intrinsic
+def leading_zeros(typingctx: Any, word: Any) -> Any:
+    """leading_zeros(word: uint64) -> int64, for a word that is not 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), codegen

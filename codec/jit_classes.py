@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .jit import COMPILES_FOR_HOST, emit_prefetch
+from .jit import COMPILES_FOR_HOST, emit_broadcast, emit_prefetch
 
 CLASSES: Final = 12
 """Classes of exponents (docs/format.md, class)."""
@@ -37,11 +37,7 @@ _WORDS: Final = ir.VectorType(_I64, GROUPS)
 def _splat(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
     if scalar.type.width > vector.element.width:
         scalar = builder.trunc(scalar, vector.element)
-    undefined = ir.Constant(vector, ir.Undefined)
-    one = builder.insert_element(undefined, scalar, _I32(0))
-    return builder.shuffle_vector(
-        one, undefined, ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count)
-    )
+    return emit_broadcast(builder, scalar, vector)
 
 
 def _constant(value: int) -> ir.Constant:
@@ -184,7 +180,7 @@ def _transposed_sums(builder: Any, vectors: list[Any]) -> Any:
         1,
         2,
         4,
-    ):  # two vectors become one, in which runs of `run` lanes are of the first, then of the second
+    ):  # of two vectors comes one, in turns `run` lanes of the first and `run` of the second
         starts = range(0, GROUPS, 2 * run)
         orders = [
             [side + s + skip + i for s in starts for side in (0, GROUPS) for i in range(run)]
@@ -268,13 +264,3 @@ def _populations(builder: Any, words: Any) -> Any:
     kind = ir.FunctionType(words.type, [words.type])
     name = f"llvm.ctpop.v{words.type.count}i64"
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [words])
-
-
-@intrinsic
-def leading_zeros(typingctx: Any, word: Any) -> Any:
-    """leading_zeros(word: uint64) -> int64, for a word that is not 0."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.int64(types.uint64), codegen

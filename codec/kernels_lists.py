@@ -11,8 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .jit import kernel, load, store, trailing_zeros
-from .jit_classes import leading_zeros
+from .jit import kernel, leading_zeros, load, store, trailing_zeros
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

@@ -11,8 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .jit import kernel, load, store
-from .jit_classes import leading_zeros
+from .jit import kernel, leading_zeros, load, store
 
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -63,13 +62,6 @@ def swapped(word: np.uint64) -> np.uint64:
 
 
 @kernel
-def settled_bytes(low: np.uint64, high: np.uint64) -> np.uint64:
-    """How many of their four bytes, from the highest on, are equal."""
-    differ = ((low ^ high) << np.uint64(32)) | np.uint64(1 << 31)
-    return np.uint64(leading_zeros(differ)) >> np.uint64(3)
-
-
-@kernel
 def put(
     bit: np.uint64, chance: np.uint64, out: np.uint64, low: np.uint64, high: np.uint64, used: np.uint64
 ) -> Any:
@@ -77,9 +69,8 @@ def put(
     middle = low + (((high - low) * chance) >> np.uint64(16))
     is_one = bit != np.uint64(0)
     low, high = (low if is_one else middle + np.uint64(1)), (middle if is_one else high)
-    while (low ^ high) >> np.uint64(24) == np.uint64(
-        0
-    ):  # mostly not: a guess is faster than a shift by the outcome
+    # Mostly not: a guess is faster than a shift by the outcome.
+    while (low ^ high) >> np.uint64(24) == np.uint64(0):
         store(out + used, np.uint8(high >> np.uint64(24)))
         used += np.uint64(1)
         low = (low << np.uint64(8)) & np.uint64(_WORD)

@@ -15,9 +15,6 @@ from weightcast.schemas.frames import expand, stated_bytes
 from .jit import kernel, load, store
 from .kernels import code_steps
 
-ESCAPE: Final = 255
-"""Step byte of a change whose new bits lie in `escapes`; gap byte that stands for 255 and goes on."""
-
 MIN_COMPRESSED_BYTES: Final = 64
 """Planes below this stay raw: a frame's headers and table take about as much as it could save."""
 
@@ -47,9 +44,9 @@ def write_gaps(positions: npt.NDArray[np.uint32], count: int, shift: int, gaps: 
         done, used = write_eights(positions, count, shift, gaps, lows)
     low, pending, held = done * shift // 8, np.uint64(0), 0
     mask = (np.int64(1) << shift) - 1
-    expected = (
-        np.int64(positions[done - 1]) + 1 if done else np.int64(0)
-    )  # position of a change without a gap
+    expected = np.int64(0)  # position of a change without a gap
+    if done:
+        expected = np.int64(positions[done - 1]) + 1
     for i in range(done, count):
         gap = np.int64(positions[i]) - expected
         expected = np.int64(positions[i]) + 1
@@ -133,10 +130,8 @@ def read_some(
             low >>= np.uint64(bit & 7)
         if many == 8 and used + 8 <= gaps.size:
             highs = load(np.uint64(gaps.ctypes.data) + np.uint64(used), _WORD)
-            plain = (~highs - np.uint64(_BYTES)) & highs & np.uint64(_BYTES << 7) == np.uint64(
-                0
-            )  # none is 255
-            if plain:
+            full = (~highs - np.uint64(_BYTES)) & highs & np.uint64(_BYTES << 7)
+            if full == np.uint64(0):  # none is 255
                 for k in range(8):
                     high = (highs >> np.uint64(8 * k)) & np.uint64(255)
                     position += np.int64((high << np.uint64(shift)) | (low & mask)) + 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 
 from weightcast.schemas.digest import Digest
@@ -14,7 +12,7 @@ from . import classes, kernels_boxes
 from .changes import Changes, gather, scatter
 from .decode import change_by_gaps, decode, interval_positions, is_plain, new_bits, place_of
 from .digest import change_digest
-from .memory import UNSIGNED, Memory
+from .memory import UNSIGNED, Memory, bytes_at
 from .scratch import Scratch
 from .space import FlatSpace
 
@@ -73,8 +71,7 @@ def update_box(space: FlatSpace, row: Row, address: int) -> Digest:
             f"the row of tensor {row.tensor!r} reaches into {row.tensors} tensors, whose bits lie apart"
         )
     start = place_of(space, row)
-    memory = (ctypes.c_uint8 * (row.length * space.width)).from_address(address)
-    bits = np.frombuffer(memoryview(memory), UNSIGNED[space.width])
+    bits = bytes_at(address, row.length * space.width).view(UNSIGNED[space.width])
     found = Changes.room(space, row.count)
     if row.coding == "class":
         old = classes.decode(space, row, address, found.positions, found.values)

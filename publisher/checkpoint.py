@@ -149,7 +149,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     with file_errors(folder):
         folder = folder.resolve()
         if not folder.is_dir():
-            raise NotFound(f"{folder} is not a folder")
+            raise NotFound(
+                f"{folder} is not a folder",
+                hint="pass the stream first, then the folder of a checkpoint that is written",
+            )
         paths, index = _weight_files(folder)
         before, aside = _fingerprint(paths, folder), _aside(folder)
         weights = tuple((p, tuple(read_header(p))) for p in paths)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
 from weightcast.schemas.errors import UsageError
 
 
-class Closing:
+class Closing(ABC):
     """A context manager that ends with `close`."""
 
+    @abstractmethod
     def close(self) -> None:
         """End."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

@@ -29,12 +29,13 @@ def rebase_rows(
     Works interval by interval on copies, so that memory grows by a few rows alone.
     """
 
+    groups = _by_widest(committed, waiting)
+
     def one(interval: Interval) -> tuple[Interval, Row | None]:
         space = state.geometry[interval.dtype]
         old, new = (_patched(space, state, interval, rows) for rows in groups[interval])
         return interval, encode(space, new, old, interval, level, codec=codec).row
 
-    groups = _by_widest(committed, waiting)
     return {interval: row for interval, row in pool.map(one, groups) if row is not None}
 
 

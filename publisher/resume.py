@@ -34,9 +34,8 @@ class Keeper:
             try:
                 temporary.write_text(json.dumps(note))
                 temporary.replace(_note_path(self.storage))
-            except (
-                OSError
-            ) as error:  # the next run finds that the note does not fit, and rebuilds from the store
+            except OSError as error:
+                # the next run finds that the note does not fit, and rebuilds from the store
                 log.warning("cannot note the version of the kept baseline: %s", error)
 
     def settle(self, state: State) -> State:

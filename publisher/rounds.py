@@ -57,19 +57,17 @@ class Rounds:
         pipeline: Pipeline,
         found: Iterable[Item],
         label: Label,
-        must: Layout | None = None,
+        before: Layout | None = None,
         drop: Collection[str] = (),
     ) -> PendingVersion:
-        """Publish a whole version; one that nobody asked for must cover the layout before it."""
+        """Publish a whole version. One that nobody asked for must cover the layout `before`, but for `drop`."""
         detection = self._detection
         found = detection.following(found) if detection else found
-        job = Job(capture_fresh(found, label, self._pool, before=must, drop=drop))
+        job = Job(capture_fresh(found, label, self._pool, before=before, drop=drop))
         if detection is not None:
             detection.captured(job, None)
-        before, after = pipeline.baseline, job.capture.layout
-        self._dropped = (
-            {s.name for s in before.layout if s.name not in after} if before is not None else set()
-        )
+        last, layout = pipeline.baseline, job.capture.layout
+        self._dropped = {s.name for s in last.layout if s.name not in layout} if last is not None else set()
         pipeline.queue(job)
         return PendingVersion(job.futures[0], pipeline.told)
 

@@ -20,10 +20,11 @@ UPLOADS_AHEAD: Final = 8
 """Shards on their way at once: with 8 MiB each and 60 ms round trips, enough to fill 1 Gbit/s."""
 
 FIRST_SHARD_BYTES: Final = 1 << 20
-"""The first shards are closed after so many bytes, each later one after an eighth of what was closed before it, up to
-the setting: what is coded last leaves last, and that is to be little."""
+"""The first shards are closed after so many bytes, each later one after 1/_CLOSED_SHARE of what was closed before it,
+up to the setting: what is coded last leaves last, and that is to be little."""
 
-_GROWTH: Final = 8
+_CLOSED_SHARE: Final = 8
+"""A shard is an eighth of what was closed before it: large enough that there are not many."""
 
 LAST_SHARD_BYTES: Final = 1 << 20
 """What is left at the end is spread over connections that are free, in shards of at least so many bytes."""
@@ -116,7 +117,7 @@ def batches(rows: Iterable[Row], shard_bytes: int) -> Iterator[list[Row]]:
     for row in rows:
         batch.append(row)
         nbytes += row.nbytes
-        if nbytes >= min(max(FIRST_SHARD_BYTES, closed // _GROWTH), shard_bytes):
+        if nbytes >= min(max(FIRST_SHARD_BYTES, closed // _CLOSED_SHARE), shard_bytes):
             yield batch
             closed += nbytes
             batch, nbytes = [], 0

@@ -32,7 +32,7 @@ BOXES_FEATURE: Final = "boxes"
 """Some row of the version is a box."""
 
 PACKED_FEATURE: Final = "packed"
-"""Some shard of the version is a Zstandard frame."""
+"""Some shard of the version may be a Zstandard frame."""
 
 FEATURES: Final[frozenset[str]] = frozenset({CLASS_FEATURE, BOXES_FEATURE, PACKED_FEATURE})
 """Optional parts of the format that this release can read. A writer lists what a reader must know."""
@@ -311,7 +311,8 @@ def decode(model: type[D], data: bytes, where: str) -> D:
     except (ValueError, RecursionError, Untrusted) as error:
         _refuse_newer(data, where)
         raise Untrusted(
-            f"{where} is not a valid {model.__name__} document: {_first_problem(error)}"
+            f"{where} is not a valid {model.__name__} document: {_first_problem(error)}",
+            hint="it was damaged, or something else wrote it; `weightcast verify` shows what else is wrong",
         ) from error
     _check_format(getattr(document, "format", FORMAT), getattr(document, "features", []), where)
     return document

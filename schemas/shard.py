@@ -135,7 +135,7 @@ class Row:
 
 
 def is_packed(rows: Sequence[Row]) -> bool:
-    """Whether a shard of these rows is packed.
+    """Whether a shard of these rows is to be packed; it is left as it is where that does not pay or fit.
 
     Only with a row by class, which not every reader can read either: of other shards the table is there for any tool.
     """

@@ -59,11 +59,6 @@ class Progress:
         """The version applied."""
         return self._at
 
-    @property
-    def head(self) -> int | None:
-        """Newest version seen."""
-        return self._head
-
     def status(self) -> Status:
         """All of it, now."""
         with self._changed:

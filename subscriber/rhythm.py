@@ -15,10 +15,10 @@ _POLLS_A_GAP: Final = 16
 _NEARER: Final = 8
 """The pause is at most this part of the time by which a version is due sooner or later than now."""
 
-_OVERDUE_GAPS: Final = (
-    2  # from here on the stream may have stopped, and pauses grow with the time that passed
-)
-_OVERDUE_PART: Final = 8  # to this part of it
+_OVERDUE_GAPS: Final = 2
+"""From here on the stream may have stopped, and pauses grow with the time that passed."""
+
+_OVERDUE_PART: Final = 8  # of the time that passed: what pauses grow to
 
 _LEAST_S: Final = 0.01  # whatever the store: 100 polls a second are enough
 
@@ -26,9 +26,9 @@ AT_ONCE: Final = 8
 """Polls on their way at once, at most: over 80 ms one can leave every 10 ms, and a store that answers slowly is not
 asked faster for it."""
 
-_ON_ITS_WAY_S: Final = (
-    2.0  # so long after a shard its version may come any moment: then its publisher has died
-)
+_ON_ITS_WAY_S: Final = 2.0
+"""So long after a shard its version may come any moment: then its publisher has died."""
+
 _UNKNOWN_S: Final = 60.0  # so long after a version the next one may come, as long as there is no rhythm
 
 _MAX_BACKOFF_S: Final = 30.0

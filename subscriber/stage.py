@@ -117,7 +117,8 @@ def stage_relaid(
     """
     geometry = Geometry(after)
     old = under_layout(before.layout, base, geometry)
-    changes, moved = collect(geometry, fetcher.rows(position.manifest), old, pool, {})
+    rows, expected = fetcher.rows(position.manifest), position.manifest.totals.changed
+    changes, moved = collect(geometry, rows, old, pool, {}, expected=expected)
     kept = set(retained(before.layout, after))
     lost = digest_of(before, base, [s.name for s in before.layout.stored if s.name not in kept], pool)
     found = at.digest - lost + moved

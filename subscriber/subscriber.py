@@ -251,13 +251,13 @@ class Subscriber:
         soon as it is there the pause ends.
         """
         poll_s, mover, at = self.settings.poll_s, self._mover, self._progress.at
-        until = time.monotonic() + spread_s(backoff_s(poll_s, failures), random.random())
+        most_s = spread_s(backoff_s(poll_s, failures), random.random())
+        if failures or mover is None or at is None:
+            self._sleep(stop, most_s)
+            return
+        until, lookout = time.monotonic() + most_s, mover.lookout
         while not (stop.is_set() or self._closed):
             left = until - time.monotonic()
-            if failures or mover is None or at is None:
-                self._sleep(stop, left)
-                return
-            lookout = mover.lookout
             pause = self._rhythm.pause_s(poll_s, time.monotonic(), lookout.request_s)
             due_now = pause < lookout.request_s and left > -min(_PUT_OFF_S, poll_s)
             if pause >= poll_s or (pause >= left and not due_now):

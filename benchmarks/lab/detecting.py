@@ -48,9 +48,9 @@ parameters, and with fp32 ones alone, whose step it makes in parts; `adamw` with
 
 _LAYER: Final = 1 << 20  # elements of a large tensor
 _WARM: Final = 3  # versions before anything is measured: the first are whole, and compile
-_PLAIN: Final = (
-    7  # steps before there is a publisher, and after it; the very first makes the optimizer's state
-)
+_PLAIN: Final = 7
+"""Steps before there is a publisher, and after it; the very first makes the optimizer's state."""
+
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "adamw foreach": {"foreach": True},
     "adamw fused": {"fused": True},
@@ -235,9 +235,8 @@ def measure(way: str, elements: int, steps: int) -> dict[str, Any]:
             if not way.startswith("none"):
                 manifest = found.publish(publisher, training.published, version, weigh)
             reference.follow(manifest, fetcher, pool)
-    plain += plain_steps(
-        training
-    )  # again, since the first steps of a process have to ask the kernel for memory
+    # Again, since the first steps of a process have to ask the kernel for memory.
+    plain += plain_steps(training)
     return {
         "way": way,
         "elements": sum(p.numel() for p in training.parameters.values()),

@@ -57,7 +57,8 @@ class _History:
 
     def state(self, behind: int) -> dict[str, Tensor]:
         """The tensors of the version that is so many before the head."""
-        return _load(self.folder, len(self.versions) - behind)
+        found: dict[str, Tensor] = torch.load(self.folder / str(len(self.versions) - behind))
+        return found
 
 
 def run(options: Options) -> Result:
@@ -97,11 +98,6 @@ def _publish(folder: Path, mib: int, layer: int, density: float, distances: Sequ
     return found
 
 
-def _load(folder: Path, version: int) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = torch.load(folder / str(version))
-    return found
-
-
 def _catch_up(history: _History, behind: int | None) -> dict[str, Any]:
     """Bytes fetched, seconds, and the peak of memory beyond the tensors; `behind` is None: nothing is held."""
     _warm()
@@ -121,14 +117,15 @@ def _catch_up(history: _History, behind: int | None) -> dict[str, Any]:
         subscriber.once()
         seconds = time.perf_counter() - begin
     check_same(head, replica)
-    dense, deltas = history.versions[-1].dense_bytes, [v.bytes for v in history.versions]
+    dense = history.versions[-1].dense_bytes
+    deltas = None if behind is None else sum(v.bytes for v in history.versions[-behind:])
     return {
         "density": history.density,
         "behind": behind,
         "bytes": tally.fetched,
-        "deltas_bytes": None if behind is None else sum(deltas[-behind:]),
+        "deltas_bytes": deltas,
         "snapshot_bytes": dense,
-        "least_bytes": dense if behind is None else min(dense, sum(deltas[-behind:])),
+        "least_bytes": dense if deltas is None else min(dense, deltas),
         "changed": changed,
         "seconds": seconds,
         "extra_mib": memory.extra / MIB,

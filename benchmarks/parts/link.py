@@ -83,8 +83,8 @@ class _Bench:
         plain = self.receiver.hear("plain")
         self.receiver.tell(f"dense {min(self.dense_bytes, int(rate * _GBIT / 8 * _DENSE_S))}")
         dense = self.receiver.hear("dense")
+        least = self.dense_bytes * 8 / (rate * _GBIT)
         for each in found:
-            least = self.dense_bytes * 8 / (rate * _GBIT)
             each |= {
                 "plain_s": median(plain["seconds"][1:]),
                 "plain_first_s": plain["seconds"][0],

@@ -223,5 +223,5 @@ def _given(fs: AbstractFileSystem, location: Location, settings: StoreSettings) 
     if "s3" in protocols:
         from .s3 import S3Backend
 
-        return lambda: S3Backend(fs := current(), fs, settings)
+        return lambda: S3Backend(both := current(), both, settings)
     return lambda: GenericBackend(current() if fs.async_impl else fs, location.scheme)

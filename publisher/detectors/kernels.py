@@ -41,9 +41,8 @@ Bits = npt.NDArray[np.uint16]
 Positions = npt.NDArray[np.uint32]
 Words = npt.NDArray[np.uint32]
 
-BLOCK: Final = (
-    1024  # elements whose bounds are computed before they are looked at; they stay in the first-level cache
-)
+BLOCK: Final = 1024
+"""Elements whose bounds are computed before they are looked at; they stay in the first-level cache."""
 
 ROUNDING: Final = 1.01 * 2.0**-24
 """u of the argument above."""

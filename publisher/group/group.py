@@ -172,16 +172,11 @@ class GroupPublisher(Audience, OneProcess):
         self._check_usable()
         with self._publishing:
             self._number += 1
-            turn = Turn(
-                self._number,
-                attempt(
-                    lambda: Asked(
-                        Label.of(step, metadata, files), frozenset(drop), held(tensors, self._casts)
-                    )
-                ),
-                reset,
-                busy == "wait",
-            )
+
+            def look() -> Asked:
+                return Asked(Label.of(step, metadata, files), frozenset(drop), held(tensors, self._casts))
+
+            turn = Turn(self._number, attempt(look), reset, busy == "wait")
             try:
                 return self._take(turn)
             finally:

@@ -149,9 +149,7 @@ class Holding(Tiles):
     def copy(self, staged: Iterable[Staged]) -> None:
         """Take the present bits as the old ones, without any comparison."""
         for new in staged:
-            np.copyto(
-                bytes_at(self.address(new.tile), new.tile.nbytes), bytes_at(new.address, new.tile.nbytes)
-            )
+            np.copyto(self._bytes(new.tile), bytes_at(new.address, new.tile.nbytes))
 
     def fill(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take the bits of these whole tensors, in their own shape, for the tiles that lie in them."""
@@ -184,11 +182,10 @@ class Holding(Tiles):
 
     def old(self, tile: Tile) -> npt.NDArray[Any]:
         """The old bits of a tile: a view in its own shape, unsigned."""
-        return (
-            bytes_at(self.address(tile), tile.nbytes)
-            .view(UNSIGNED[tile.spec.width])
-            .reshape(tile.corner.extent)
-        )
+        return self._bytes(tile).view(UNSIGNED[tile.spec.width]).reshape(tile.corner.extent)
+
+    def _bytes(self, tile: Tile) -> npt.NDArray[np.uint8]:
+        return self._bits[tile.at : tile.at + tile.nbytes]
 
 
 def cut_into_tiles(corner: Corner, limit: int) -> Iterator[Corner]:

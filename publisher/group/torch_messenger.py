@@ -218,18 +218,16 @@ class TorchMessenger:
             return outcome.result(bound_s)
         except FutureTimeout:
             raise _gone(f"nothing for {bound_s:g} s") from None
-        except (
-            RuntimeError
-        ) as error:  # torch's own about its store are such, ours are not; or no thread is to be had
+        except RuntimeError as error:
+            # torch's own about its store are such, ours are not; or no thread is to be had
             raise _gone(str(error).splitlines()[0]) from error
 
     def _answer(self, call: Callable[[Keys], T], outcome: Future[T]) -> None:
         try:
             try:
                 connection = self._idle.pop()
-            except (
-                IndexError
-            ):  # where torch cannot make another connection, one does for all: requests are short
+            except IndexError:
+                # where torch cannot make another connection, one does for all: requests are short
                 connection = _clone(self._store)
             found = call(connection)
         except Exception as error:  # noqa: BLE001 - raised where the answer is waited for

@@ -19,7 +19,7 @@ FAR = 1 << 48
 
 
 def elements_of(box: Box) -> set[int]:
-    run, stride = box.steps
+    run, stride = box.spacing
     return {box.start + j // run * stride + j % run for j in range(box.length)}
 
 

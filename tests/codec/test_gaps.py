@@ -44,8 +44,9 @@ def test_planes_of_any_shift_are_those_of_the_reference(count: int, shift: int, 
 
 def both_ways(space: Any, row: Row, memory: Any) -> list[Any]:
     """What comes of a row at once, and step by step as where changes lie over it: arrays, or the error's text."""
+    nothing = np.zeros(1, f"u{space.width}")
     beyond = Changes(
-        space.dtype, np.array([space.elements - 1]), np.zeros(1, f"u{space.width}")
+        space.dtype, np.array([space.elements - 1]), nothing
     )  # of no row here: takes the other way
     found: list[Any] = []
     for overlay in (None, beyond):

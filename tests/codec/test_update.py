@@ -119,7 +119,7 @@ def test_update_is_decode_and_scatter(
 def places_of(box: Box) -> np.typing.NDArray[np.int64]:
     """Flat elements of a box."""
     j = np.arange(box.length)
-    run, stride = box.steps
+    run, stride = box.spacing
     return box.start + j // run * stride + j % run
 
 

@@ -15,9 +15,7 @@ from weightcast.manifest.store import open_store
 from weightcast.schemas.errors import StorageError
 from weightcast.subscriber import Subscriber, Tensors
 
-from .kit import Crew, agreed, columns, model, raised, stir, together
-
-RANKS = 3
+from .kit import RANKS, Crew, agreed, columns, model, raised, stir, together
 
 
 def test_every_rank_may_ask_how_far_readers_are(tmp_path: Path) -> None:

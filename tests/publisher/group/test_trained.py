@@ -99,9 +99,8 @@ def check(kind: str, ranks: list[dict[str, Any]], versions: list[VersionManifest
     for said in ranks:
         assert said["versions"] == ranks[0]["versions"], kind
         assert said["collectives"] == 0, kind
-        assert said["longest"] < 10_000, (
-            kind
-        )  # of a text that passed between ranks; the weights have 100,000 bytes
+        # Of a text that passed between ranks; the weights have 100,000 bytes.
+        assert said["longest"] < 10_000, kind
     elements = sum(said["elements"] for said in ranks)
     for version, changed in zip(versions[1:], ranks[0]["changed"][1:], strict=True):
         assert version.totals.elements == elements, kind  # each element has one owner
