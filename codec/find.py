@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from .space import FlatSpace, Interval
 
 Bits = npt.NDArray[Any]
 Positions = npt.NDArray[np.uint32]
+
+_WORD: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,21 @@ class Found:
         """Bytes that the changes take: 8 each at width 2."""
         return self.positions.nbytes + self.olds.nbytes + self.news.nbytes
 
-    def copied(self) -> Found:
-        """The same in memory of its own."""
-        return replace(self, positions=self.positions.copy(), olds=self.olds.copy(), news=self.news.copy())
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of the buffer that `copied` takes: `nbytes`, and what it takes for each array to begin at a word."""
+        return sum(-(-part.nbytes // _WORD) * _WORD for part in (self.positions, self.olds, self.news))
+
+    def copied(self, room: npt.NDArray[np.uint8] | None = None) -> Found:
+        """The same in `room`, uint8 [at least `room_bytes`], which begins at a word; or in memory of its own."""
+        room = np.empty(self.room_bytes, np.uint8) if room is None else room
+        at, parts = 0, []
+        for part in (self.positions, self.olds, self.news):
+            copy = room[at : at + part.nbytes].view(part.dtype)
+            copy[:] = part
+            parts.append(copy)
+            at += -(-part.nbytes // _WORD) * _WORD
+        return replace(self, positions=parts[0], olds=parts[1], news=parts[2])
 
 
 def find(space: FlatSpace, new: Memory, old: Memory, interval: Interval) -> Found:

@@ -15,6 +15,7 @@ from weightcast.schemas.shard import Codec, Row
 
 from .olds import Olds
 from .rows import Rows, ready
+from .spare import Spare
 
 LEAST_FOUND_BYTES: Final = 64 << 20
 """Changes, at 8 bytes each, that may always wait to be coded: those of 0.8 billion elements at 1 %."""
@@ -28,6 +29,9 @@ MOST_FOUND_BYTES: Final = 256 << 20
 HANDED_OVER: Final = 64
 """Intervals whose rows are handed over together: each time the calling thread wakes, it takes a core from those who
 compare, while the trainer waits."""
+
+_spare: Final = Spare(LEAST_FOUND_BYTES)
+"""What changes waited in, for those of the next version. Of all publishers of this process."""
 
 T = TypeVar("T")
 
@@ -97,8 +101,15 @@ class Coder:
         space = geometry[interval.dtype]
         if not lasting or not self._has_room(found.nbytes):
             return self._code(space, interval, found, old)
-        kept = found.copied()
-        return lambda: self._code(space, interval, kept, old)
+        room = _spare.take(found.room_bytes)
+        kept = found.copied(room)
+
+        def make() -> Row:
+            row = self._code(space, interval, kept, old)
+            _spare.give(room)
+            return row
+
+        return make
 
     def _code(self, space: FlatSpace, interval: Interval, found: Found, old: Memory) -> Row:
         began = time.thread_time()

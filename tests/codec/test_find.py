@@ -108,12 +108,33 @@ def test_a_row_is_the_same_when_it_is_coded_later(
     olds, news = memory_of(space, old), memory_of(space, new)
     interval = Interval(space.dtype, 0, 4000)
     at_once = encode(space, news, olds, interval, codec=codec)
-    kept = find(space, news, olds, interval).copied()
+    found = find(space, news, olds, interval)
+    kept = found.copied(np.empty(found.room_bytes + 3, np.uint8))
     news.flat(space.dtype)[:] = 0  # the trainer goes on
     find(space, news, olds, interval)  # and this thread finds something else
     assert code(space, interval, kept, olds, codec=codec) == at_once.row
     assert (kept.digest, kept.change) == (at_once.digest, at_once.change)
     assert kept.nbytes == 8 * len(kept)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_a_copy_has_each_array_at_a_word(width: int, rng: np.random.Generator) -> None:
+    space = space_of(width, [(101,)])
+    old = random_bits(width, 101, rng)
+    found = find(
+        space,
+        memory_of(space, change(old, 0.9, rng)),
+        memory_of(space, old),
+        Interval(space.dtype, 0, 101),
+    )
+    room = np.full(found.room_bytes + 1, 0x5A, np.uint8)
+    kept = found.copied(room)
+    for name in ("positions", "olds", "news"):
+        assert np.array_equal(getattr(kept, name), getattr(found, name)), name
+        assert getattr(kept, name).flags.aligned, name
+        assert np.shares_memory(getattr(kept, name), room), name
+    assert room[-1] == 0x5A
+    assert not np.shares_memory(found.copied().news, found.news)
 
 
 def test_what_is_not_an_interval_of_the_space_is_refused() -> None:
