@@ -16,7 +16,7 @@ from .changes import Changes, within
 from .digest import change_digest
 from .jit import TAGS
 from .memory import UNSIGNED, Memory
-from .planes import apply_steps, expand_plane, find_steps, read_gaps
+from .planes import apply_steps, expand_plane, find_some, read_gaps
 from .scratch import Scratch
 from .space import FlatSpace
 
@@ -27,6 +27,8 @@ _STEP_FAULTS: Final = {
     2: "the escapes are not exactly used up",
     3: "an escaped element has equal old and new bits",
 }
+
+_NONE: Final = np.frombuffer(b"", np.uint8)
 
 _scratch = Scratch()
 
@@ -61,7 +63,7 @@ def decode(
         old = _decode_class(space, row, start, base, overlay, found)
     elif is_plain(row) and isinstance(base, Memory) and not overlay:
         old = _scratch.take("old", row.count, found.values.dtype)
-        return found, change_by_gaps(space, row, start, base, old, found, write=False)
+        return found, change_plainly(space, row, start, base, old, found, write=False)
     else:
         steps = _positions(row, start, found.positions)
         old = _old_bits(space, base, overlay, found.positions)
@@ -70,11 +72,11 @@ def decode(
 
 
 def is_plain(row: Row) -> bool:
-    """Whether `change_by_gaps` takes the row: coding `gap`, elements side by side."""
-    return row.coding == "gap" and not row.is_box
+    """Whether `change_plainly` takes the row: coding `gap` or `dense`, elements side by side."""
+    return row.coding in ("gap", "dense") and not row.is_box
 
 
-def change_by_gaps(
+def change_plainly(
     space: FlatSpace, row: Row, start: int, memory: Memory, old: _Bits, found: Changes, *, write: bool
 ) -> Digest:
     """As `decode`, for a row with checked figures that `is_plain`. `old`: result, the bits before, [row.count].
@@ -82,10 +84,13 @@ def change_by_gaps(
     Args:
         write: new bits are written to the memory, too. After an error, some of them are by then.
     """
-    fault, *lanes = kernels_apply.change_by_gaps(
+    if row.coding == "dense":
+        marks, steps = _marks(row), _NONE
+    else:
+        marks, steps = _NONE, expand_plane(row.steps, row.count, row.tensor, "steps")
+    fault, *lanes = kernels_apply.change_row(
         memory.addresses(space), space.starts, space.seeds, space.tensor_at(start), start, row.length, row.gap_shift,
-        expand_plane(row.gaps, row.gap_bytes, row.tensor, "gaps"), np.frombuffer(row.lows, np.uint8),
-        expand_plane(row.steps, row.count, row.tensor, "steps"),
+        expand_plane(row.gaps, row.gap_bytes, row.tensor, "gaps"), np.frombuffer(row.lows, np.uint8), marks, steps,
         expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes").view(old.dtype),
         found.positions, old, found.values, write, TAGS[space.width],
     )  # fmt: skip
@@ -195,18 +200,24 @@ def interval_positions(row: Row, start: int, out: _Ints) -> npt.NDArray[np.uint8
     if row.coding == "whole":
         out[:] = np.arange(start, start + row.length)
         return np.empty(0, np.uint8)
-    raw = row.count if row.coding == "gap" else row.length
-    steps = expand_plane(row.steps, raw, row.tensor, "steps")
     if row.coding == "dense":
         nonzero = np.empty(row.count, np.uint8)
-        if not find_steps(steps, start, out, nonzero):
-            raise Corrupt(f"row of tensor {row.tensor!r}: the steps do not mark {row.count} changes")
+        find_some(_marks(row), 0, start, out, nonzero)
         return nonzero
+    steps = expand_plane(row.steps, row.count, row.tensor, "steps")
     gaps = expand_plane(row.gaps, row.gap_bytes, row.tensor, "gaps")
     lows = np.frombuffer(row.lows, np.uint8)
     if not read_gaps(gaps, lows, row.gap_shift, row.length, start, out):
         raise _wrong_gaps(row)
     return steps
+
+
+def _marks(row: Row) -> npt.NDArray[np.uint8]:
+    """The plane of a dense row: a byte an element, of which as many as there are changes are not 0."""
+    marks = expand_plane(row.steps, row.length, row.tensor, "steps")
+    if np.count_nonzero(marks) != row.count:
+        raise Corrupt(f"row of tensor {row.tensor!r}: the steps do not mark {row.count} changes")
+    return marks
 
 
 def _wrong_gaps(row: Row) -> Corrupt:

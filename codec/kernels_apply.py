@@ -1,4 +1,4 @@
-"""Changes into memory: from the planes of coding `gap` in one pass, or as they are, read back.
+"""Changes into memory: from the planes of coding `gap` or `dense` in one pass, or as they are, read back.
 
 What is to be read or written is fetched a block ahead, while gaps are added up.
 """
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .jit import kernel, load, prefetch, store, width
 from .kernels import digest_change
-from .planes import apply_some, read_some
+from .planes import apply_some, find_some, read_some
 
 BLOCK: Final = 128
 """Changes whose old bits are on their way while as many others are worked on. Anything from 64 to 512 is as fast."""
@@ -41,9 +41,9 @@ def locate(addresses: Words, starts: Ints, tensor: int, positions: Ints, places:
 
 
 @kernel
-def change_by_gaps(
+def change_row(
     addresses: Words, starts: Ints, seeds: Words, first: int, start: int, length: int, shift: int,
-    gaps: Bytes, lows: Bytes, steps: Bytes, escapes: Bits, positions: Ints, olds: Bits, news: Bits,
+    gaps: Bytes, lows: Bytes, marks: Bytes, steps: Bytes, escapes: Bits, positions: Ints, olds: Bits, news: Bits,
     write: bool, tag: Any,
 ) -> Any:  # fmt: skip
     """(0 or what is wrong, lane 0, lane 1): decode a row against memory, and digest the change.
@@ -53,19 +53,24 @@ def change_by_gaps(
         first: tensor in which the row begins.
         start, length: the row; flat.
         shift: the row's gap_shift.
-        gaps, lows, steps, escapes: its planes, steps [n]; lows of n * shift bits in bytes.
+        gaps, lows, steps, escapes: its planes; lows of n * shift bits in bytes, steps [n].
+        marks: the steps of a dense row, n of which are not 0; the planes but `escapes` are empty then. Else empty.
         positions, olds, news: [n], the result: flat.
         write: whether new bits are written to the memory, too. If something is wrong, some of them are by then.
         tag: of the space.
     """
-    n = steps.size
-    places = np.empty((2, BLOCK), np.uint64)
+    n = positions.size
+    places, moves = np.empty((2, BLOCK), np.uint64), np.empty((2, BLOCK), np.uint8)
     lane0, lane1 = np.uint64(0), np.uint64(0)
-    used, escaped, position, tensor, owner = 0, 0, start - 1, first, first
+    used, marked, escaped, position, tensor, owner = 0, 0, 0, start - 1, first, first
     for begin in range(0, n + BLOCK, BLOCK):
         if begin < n:  # this block's old bits are fetched while the one before is worked on
             here = positions[begin : min(begin + BLOCK, n)]
-            used, position = read_some(gaps, lows, shift, used, position, begin, here)
+            if marks.size:
+                marked = find_some(marks, marked, start, here, moves[begin // BLOCK % 2])
+            else:
+                moves[begin // BLOCK % 2, : here.size] = steps[begin : begin + here.size]
+                used, position = read_some(gaps, lows, shift, used, position, begin, here)
             if used < 0 or position >= start + length:
                 return GAPS_FAULT, lane0, lane1
             tensor = locate(addresses, starts, tensor, here, places[begin // BLOCK % 2], tag)
@@ -75,7 +80,7 @@ def change_by_gaps(
             where, old, new = places[last // BLOCK % 2], olds[last : last + size], news[last : last + size]
             for k in range(size):
                 old[k] = load(where[k], tag)
-            escaped = apply_some(steps[last : last + size], escapes, escaped, old, new)
+            escaped = apply_some(moves[last // BLOCK % 2, :size], escapes, escaped, old, new)
             if escaped < 0:
                 return -escaped, lane0, lane1
             if write:

@@ -177,17 +177,17 @@ def spread_steps(positions: npt.NDArray[np.uint32], count: int, steps: Bytes, ou
 
 
 @kernel
-def find_steps(plane: Bytes, start: int, positions: npt.NDArray[np.int64], steps: Bytes) -> bool:
-    """Find the non-zero bytes and their positions, plus `start`; False unless they fill the outputs."""
+def find_some(plane: Bytes, at: int, start: int, positions: npt.NDArray[np.int64], steps: Bytes) -> int:
+    """Fill the outputs with the non-zero bytes of `plane` from `at` on and their positions, plus `start`.
+
+    Where it ended. There must be as many.
+    """
     found = 0
-    for i in range(plane.size):
-        if plane[i] != 0:
-            if found == positions.size:
-                return False
-            positions[found] = i + start
-            steps[found] = plane[i]
-            found += 1
-    return found == positions.size
+    while found < positions.size and at < plane.size:
+        positions[found], steps[found] = at + start, plane[at]
+        found += plane[at] != 0
+        at += 1
+    return at
 
 
 @kernel

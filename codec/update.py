@@ -10,7 +10,7 @@ from weightcast.schemas.shard import Row
 
 from . import classes, kernels_boxes
 from .changes import Changes, gather, scatter
-from .decode import change_by_gaps, decode, interval_positions, is_plain, new_bits, place_of
+from .decode import change_plainly, decode, interval_positions, is_plain, new_bits, place_of
 from .digest import change_digest
 from .memory import UNSIGNED, Memory, bytes_at
 from .scratch import Scratch
@@ -43,7 +43,7 @@ def update(
         start, dtype = place_of(space, row), UNSIGNED[space.width]
         at = _scratch.take("at", row.count, np.int64)
         old, new = (_scratch.take(name, row.count, dtype) for name in ("old", "new"))
-        moved = change_by_gaps(space, row, start, memory, old, Changes(space.dtype, at, new), write=True)
+        moved = change_plainly(space, row, start, memory, old, Changes(space.dtype, at, new), write=True)
         return moved, Changes(space.dtype, at.copy(), old.copy()) if keep else None
     found, moved = decode(space, row, memory)
     before = Changes(space.dtype, found.positions, gather(space, memory, found.positions)) if keep else None
