@@ -101,6 +101,22 @@ def change_plainly(
     return Digest(*map(int, lanes))
 
 
+def change_densely(space: FlatSpace, row: Row, start: int, memory: Memory) -> Digest:
+    """Write a dense row with checked figures, whose elements lie side by side. After an error, some of it is written.
+
+    Returns:
+        What that moves the state digest by.
+    """
+    dtype = UNSIGNED[space.width]
+    fault, *lanes = kernels_apply.change_all(
+        memory.addresses(space), space.starts, space.seeds, space.tensor_at(start), start, _marks(row),
+        expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes").view(dtype), TAGS[space.width],
+    )  # fmt: skip
+    if fault:
+        raise _wrong_steps(row, fault)
+    return Digest(*map(int, lanes))
+
+
 def new_bits(space: FlatSpace, row: Row, places: _Ints, steps: npt.NDArray[np.uint8], old: _Bits) -> _Bits:
     """The bits after a row's changes, whatever its coding but `class`.
 

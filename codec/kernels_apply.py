@@ -11,11 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .jit import kernel, load, prefetch, store, width
-from .kernels import digest_change
+from .kernels import AHEAD_BYTES, digest_change, digest_run, fetch
 from .planes import apply_some, find_some, read_some
 
 BLOCK: Final = 128
 """Changes whose old bits are on their way while as many others are worked on. Anything from 64 to 512 is as fast."""
+
+STRETCH: Final = 1024
+"""Elements of a dense row that are read, stepped on, written and digested in the first-level cache."""
 
 WRITTEN: Final = 4096
 """Changes written before they are read back: more than a first-level cache holds, less than a second-level one."""
@@ -95,6 +98,62 @@ def change_row(
     rest = n * shift & 7
     if used != gaps.size or (rest and lows[-1] >> rest):
         return GAPS_FAULT, lane0, lane1
+    return 0 if escaped == escapes.size else 2, lane0, lane1
+
+
+@kernel
+def move_all(marks: Bytes, escapes: Bits, used: int, olds: Bits, news: Bits) -> int:
+    """`apply_some` of a stretch of a dense row: a mark of 0 leaves its element as it is."""
+    for i in range(olds.size):  # without a branch, so that it becomes vectors
+        step = np.int64(marks[i])
+        news[i] = olds[i] + np.uint64((step >> 1) ^ -(step & 1))
+    for i in range(olds.size):
+        if marks[i] == 255:
+            if used == escapes.size:
+                return -2
+            if escapes[used] == olds[i]:
+                return -3
+            news[i] = escapes[used]
+            used += 1
+    return used
+
+
+@kernel
+def change_all(
+    addresses: Words, starts: Ints, seeds: Words, first: int, start: int, marks: Bytes, escapes: Bits, tag: Any
+) -> Any:  # fmt: skip
+    """Write a dense row, which begins in tensor `first`: (0 or what is wrong, lane 0, lane 1), as `change_row`.
+
+    What that moves the digest by is what the bits that are there then have more than those before. After an error some
+    are written.
+    """
+    olds, news = np.empty(STRETCH, escapes.dtype), np.empty(STRETCH, escapes.dtype)
+    lane0, lane1 = np.uint64(0), np.uint64(0)
+    tensor, at, stop, escaped = first, start, start + marks.size, 0
+    while at < stop:
+        while at >= starts[tensor + 1]:
+            tensor += 1
+        size = min(STRETCH, min(starts[tensor + 1], stop) - at)
+        index, mark = at - starts[tensor], marks[at - start : at - start + size]
+        address, seed0, seed1 = (
+            addresses[tensor] + np.uint64(index * width(tag)),
+            seeds[tensor, 0],
+            seeds[tensor, 1],
+        )
+        fetch(address + np.uint64(AHEAD_BYTES), size * width(tag))
+        before0, before1 = digest_run(address, index, size, seed0, seed1, tag)
+        old, new = olds[:size], news[:size]
+        for k in range(size):
+            old[k] = load(address + np.uint64(k * width(tag)), tag)
+        escaped = move_all(mark, escapes, escaped, old, new)
+        if escaped < 0:
+            return -escaped, lane0, lane1
+        for k in range(size):
+            store(address + np.uint64(k * width(tag)), new[k])
+        after0, after1 = digest_run(address, index, size, seed0, seed1, tag)
+        lane0 += after0 - before0
+        lane1 += after1 - before1
+        at += size
     return 0 if escaped == escapes.size else 2, lane0, lane1
 
 

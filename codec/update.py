@@ -10,7 +10,7 @@ from weightcast.schemas.shard import Row
 
 from . import classes, kernels_boxes
 from .changes import Changes, gather, scatter
-from .decode import change_plainly, decode, interval_positions, is_plain, new_bits, place_of
+from .decode import change_densely, change_plainly, decode, interval_positions, is_plain, new_bits, place_of
 from .digest import change_digest
 from .memory import UNSIGNED, Memory, bytes_at
 from .scratch import Scratch
@@ -41,6 +41,8 @@ def update(
         raise UsageError("the memory to change is read-only")
     if is_plain(row):
         start, dtype = place_of(space, row), UNSIGNED[space.width]
+        if row.coding == "dense" and not keep:
+            return change_densely(space, row, start, memory), None
         at = _scratch.take("at", row.count, np.int64)
         old, new = (_scratch.take(name, row.count, dtype) for name in ("old", "new"))
         moved = change_plainly(space, row, start, memory, old, Changes(space.dtype, at, new), write=True)

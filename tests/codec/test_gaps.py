@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.codec import Changes, Interval, decode, encode, reference
+from weightcast.codec import Changes, FlatSpace, Interval, Memory, decode, encode, gather, reference, update
 from weightcast.codec.planes import read_gaps, write_gaps
+from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt
-from weightcast.schemas.shard import Row
+from weightcast.schemas.shard import Coding, Row
 
 from .states import change, examples, memory_of, random_bits, space_of
 
@@ -58,15 +59,24 @@ def both_ways(space: Any, row: Row, memory: Any) -> list[Any]:
     return found
 
 
+def in_place(space: FlatSpace, row: Row, memory: Memory) -> Digest | str:
+    """What `update` returns, or the error's text."""
+    try:
+        return update(space, row, memory)[0]
+    except Corrupt as error:
+        return str(error)
+
+
 @examples
 @given(
     st.sampled_from([1, 2, 4, 8]),
     st.integers(1, 4000),
     st.sampled_from([0.0005, 0.004, 0.03, 0.2, 1.0]),
+    st.sampled_from(["gap", "dense"]),
     SEEDS,
 )
 def test_decoding_in_one_pass_is_decoding_step_by_step(
-    width: int, length: int, density: float, seed: int
+    width: int, length: int, density: float, coding: Coding, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     space = space_of(width, [(900,), (0,), (5,), (5000,), (1,)])
@@ -75,9 +85,12 @@ def test_decoding_in_one_pass_is_decoding_step_by_step(
     start = int(rng.integers(0, space.elements - 1 - length))
     interval = Interval(space.dtype, start, length)
     memory = memory_of(space, old, lead=3)
-    row = encode(space, memory_of(space, new), memory, interval, coding="gap").row
+    row = encode(space, memory_of(space, new), memory, interval, coding=coding).row
     if row is None:
         return
+    written = memory_of(space, old, lead=5)
+    expected = old.copy()
+    expected[start : start + length] = new[start : start + length]
     first, second = both_ways(space, row, memory)
     assert first == second
     positions, values, _ = first
@@ -86,13 +99,24 @@ def test_decoding_in_one_pass_is_decoding_step_by_step(
         == (np.flatnonzero(old[start : start + length] != new[start : start + length]) + start).tolist()
     )
     assert values == new[positions].tolist()
+    assert update(space, row, written) == (first[2], None)
+    every = np.arange(space.elements)
+    assert np.array_equal(gather(space, written, every), expected)
     for _ in range(20):  # and of planes with a byte that is wrong
         plane = rng.choice(["gaps", "lows", "steps", "escapes"])
         data = bytearray(getattr(row, plane))
         if data:
             data[rng.integers(len(data))] = rng.integers(256)
-            first, second = both_ways(space, dataclasses.replace(row, **{plane: bytes(data)}), memory)
+            wrong = dataclasses.replace(row, **{plane: bytes(data)})
+            first, second = both_ways(space, wrong, memory)
             assert first == second
+            written = memory_of(space, old, lead=5)
+            told = in_place(space, wrong, written)
+            if isinstance(first, str):
+                assert told == first
+            else:
+                assert told == first[2]
+                assert gather(space, written, np.array(first[0])).tolist() == first[1]
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 127, 128, 129, 255, 256, 257, 1000])

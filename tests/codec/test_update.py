@@ -88,8 +88,8 @@ def test_update_is_decode_and_scatter(
     at = random.choice(length, max(1, int(share * length)), replace=False)
     new[at] += random.integers(1, 2 ** (8 * space.width - 1), len(at)).astype(new.dtype)
     geometry = Geometry(Layout.of(space.specs))
-    one, other = Memory.allocate(geometry), Memory.allocate(geometry)
-    for memory in (one, other):
+    one, other, third = (Memory.allocate(geometry) for _ in range(3))
+    for memory in (one, other, third):
         scatter(space, memory, Changes(dtype, places_of(box), old))
     try:
         row = encode_box(space, box, new.ctypes.data, old.ctypes.data, coding=coding).row
@@ -112,7 +112,9 @@ def test_update_is_decode_and_scatter(
     everything = np.zeros(space.elements, old.dtype)
     everything[places_of(box)] = old
     assert np.array_equal(before.values, everything[before.positions])
-    assert np.array_equal(one.flat(dtype), other.flat(dtype))
+    assert update(space, row, third) == (moved, None)
+    for memory in (one, third):
+        assert np.array_equal(memory.flat(dtype), other.flat(dtype))
     assert np.array_equal(one.flat(dtype)[places_of(box)], new)
 
 
