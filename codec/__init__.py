@@ -10,7 +10,7 @@ from .crossings import crossing
 from .decode import check, decode, positions
 from .digest import change_digest, digest, digest_all
 from .encode import Encoded, code, encode
-from .find import Found, find
+from .find import Found, Room, find
 from .memory import Memory
 from .regions import Move, Region, canonical, collisions, overlaps, runs, simplify
 from .space import ROW_ELEMENTS, FlatSpace, Geometry, Interval, Place, joined
@@ -29,6 +29,7 @@ __all__ = [
     "Move",
     "Place",
     "Region",
+    "Room",
     "canonical",
     "change_digest",
     "check",

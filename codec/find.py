@@ -5,9 +5,11 @@ Once an interval's changes are found, its new bits are not read any more: whoeve
 
 from __future__ import annotations
 
+import mmap
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,36 @@ from .space import FlatSpace, Interval
 Bits = npt.NDArray[Any]
 Positions = npt.NDArray[np.uint32]
 
-_WORD: Final = 8
+
+class Room:
+    """Memory for the changes of one row. Whoever has it may use it for one row after another.
+
+    Mapped for a row that changes everywhere, 8 bytes an element at width 2; only what rows fill is ever memory.
+
+    Attributes:
+        positions: uint32 [length + `GROUP`].
+        olds, news: unsigned, as many.
+        written_bytes: for the owner to note how much of it was ever filled.
+
+    Raises:
+        OSError: there is no address space left.
+    """
+
+    def __init__(self, length: int, width: int) -> None:
+        entries = length + GROUP
+        sizes = [-(-entries * each // mmap.PAGESIZE) * mmap.PAGESIZE for each in (4, width, width)]
+        mapped = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError, AttributeError):  # a kernel, or a system, without huge pages
+            mapped.madvise(mmap.MADV_NOHUGEPAGE)  # of which a few changes would fill three
+        self.positions: Positions = np.frombuffer(mapped, np.uint32, entries)
+        dtype = UNSIGNED[width]
+        self.olds: Bits = np.frombuffer(mapped, dtype, entries, sizes[0])
+        self.news: Bits = np.frombuffer(mapped, dtype, entries, sizes[0] + sizes[1])
+        self.written_bytes = 0
+
+    def holds(self, length: int, width: int) -> bool:
+        """Whether it is for rows of `length` elements of `width` bytes."""
+        return len(self.positions) >= length + GROUP and self.olds.itemsize == width
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +86,23 @@ class Found:
         """Bytes that the changes take: 8 each at width 2."""
         return self.positions.nbytes + self.olds.nbytes + self.news.nbytes
 
-    @property
-    def room_bytes(self) -> int:
-        """Bytes of the buffer that `copied` takes: `nbytes`, and what it takes for each array to begin at a word."""
-        return sum(-(-part.nbytes // _WORD) * _WORD for part in (self.positions, self.olds, self.news))
-
-    def copied(self, room: npt.NDArray[np.uint8] | None = None) -> Found:
-        """The same in `room`, uint8 [at least `room_bytes`], which begins at a word; or in memory of its own."""
-        room = np.empty(self.room_bytes, np.uint8) if room is None else room
-        at, parts = 0, []
-        for part in (self.positions, self.olds, self.news):
-            copy = room[at : at + part.nbytes].view(part.dtype)
-            copy[:] = part
-            parts.append(copy)
-            at += -(-part.nbytes // _WORD) * _WORD
-        return replace(self, positions=parts[0], olds=parts[1], news=parts[2])
+    def copied(self) -> Found:
+        """The same in memory of its own."""
+        return replace(self, positions=self.positions.copy(), olds=self.olds.copy(), news=self.news.copy())
 
 
-def find(space: FlatSpace, new: Memory, old: Memory, interval: Interval) -> Found:
+def find(space: FlatSpace, new: Memory, old: Memory, interval: Interval, room: Room | None = None) -> Found:
     """Compare and digest one interval, in one pass over both memories. Releases the GIL; deterministic.
 
-    The result lies in memory that the calling thread uses again at its next call: see `Found.copied`. If either side is
-    written meanwhile, the result may be of no use, which `change` shows, but nothing breaks.
+    The result lies in `room`, or in memory that the calling thread uses again at its next call: see `Found.copied`. If
+    either side is written meanwhile, the result may be of no use, which `change` shows, but nothing breaks.
 
     Args:
         space: the flat space of the interval's dtype.
         new: the state to publish.
         old: the state that readers have.
         interval: what to look at; at most 2^24 elements.
+        room: for such an interval, or None.
 
     Raises:
         UsageError: the interval is not in the space, or a memory is not of its layout.
@@ -91,7 +111,11 @@ def find(space: FlatSpace, new: Memory, old: Memory, interval: Interval) -> Foun
     if interval.length > MAX_ROW_ELEMENTS:
         raise UsageError(f"{interval} is longer than a row may be, {MAX_ROW_ELEMENTS} elements")
     first, width = space.tensor_at(interval.start), space.width
-    positions, olds, news = scratch.take(interval.length + GROUP, width)
+    if room is None:
+        room = scratch.take(interval.length, width)
+    elif not room.holds(interval.length, width):
+        raise UsageError(f"the room is not for {interval} at width {width}")
+    positions, olds, news = room.positions, room.olds, room.news
     count, *lanes = find_interval(
         old.addresses(space), new.addresses(space), space.starts, space.seeds, first,
         interval.start, interval.length, positions, olds, news, TAGS[width],
@@ -101,22 +125,16 @@ def find(space: FlatSpace, new: Memory, old: Memory, interval: Interval) -> Foun
 
 
 class Scratch(threading.local):
-    """Room for the changes of a row, kept from row to row instead of being asked of the system each time.
-
-    Only what a row fills is ever touched: 8 bytes a change at width 2, up to what the densest row needed.
-    """
+    """The room of this thread, kept from row to row."""
 
     def __init__(self) -> None:
-        self._positions = np.empty(0, np.uint32)
-        self._bits: dict[int, tuple[Bits, Bits]] = {}
+        self._rooms: dict[int, Room] = {}
 
-    def take(self, length: int, width: int) -> tuple[Positions, Bits, Bits]:
-        """positions, olds and news of at least `length` entries, valid until this thread's next call."""
-        if len(self._positions) < length:
-            self._positions = np.empty(length, np.uint32)
-        if width not in self._bits or len(self._bits[width][0]) < length:
-            self._bits[width] = np.empty(length, UNSIGNED[width]), np.empty(length, UNSIGNED[width])
-        return self._positions, *self._bits[width]
+    def take(self, length: int, width: int) -> Room:
+        """Room for a row of `length` elements, valid until this thread's next call."""
+        if width not in self._rooms or not self._rooms[width].holds(length, width):
+            self._rooms[width] = Room(length, width)
+        return self._rooms[width]
 
 
 scratch = Scratch()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from typing import Final, TypeVar
 
-from weightcast.codec import FlatSpace, Found, Geometry, Interval, Memory, code, find
+from weightcast.codec import FlatSpace, Found, Geometry, Interval, Memory, Room, code, find
 from weightcast.manifest.rebuild import State
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.shard import Codec, Row
@@ -30,8 +30,11 @@ HANDED_OVER: Final = 64
 """Intervals whose rows are handed over together: each time the calling thread wakes, it takes a core from those who
 compare, while the trainer waits."""
 
-_spare: Final = Spare(LEAST_FOUND_BYTES)
-"""What changes waited in, for those of the next version. Of all publishers of this process."""
+MOST_ROOMS: Final = 1024
+"""Rooms of rows that wait, at 32 MiB of address space each; changes of more rows are copied."""
+
+_spare: Final = Spare(MOST_ROOMS, LEAST_FOUND_BYTES)
+"""Of all publishers of this process."""
 
 T = TypeVar("T")
 
@@ -63,8 +66,10 @@ class Coder:
 
         def one(interval: Interval) -> tuple[Digest, Digest, Callable[[], Row] | Row | None]:
             with olds.memory(interval) as old:
-                found = find(geometry[interval.dtype], new, old, interval)
-                return found.digest, found.change, self._made(geometry, interval, found, old, olds.lasting)
+                space = geometry[interval.dtype]
+                room = _spare.take(interval.length, space.width) if olds.lasting else None
+                found = find(space, new, old, interval, room)
+                return found.digest, found.change, self._made(space, interval, found, old, olds.lasting, room)
 
         # Where nothing may wait rows are coded at once, and each is to be on its way as soon as it is.
         together = HANDED_OVER if olds.lasting else 1
@@ -93,23 +98,32 @@ class Coder:
                 future.cancel()
 
     def _made(
-        self, geometry: Geometry, interval: Interval, found: Found, old: Memory, lasting: bool
+        self,
+        space: FlatSpace,
+        interval: Interval,
+        found: Found,
+        old: Memory,
+        lasting: bool,
+        room: Room | None,
     ) -> Callable[[], Row] | Row | None:
         """The row of what was found, or what makes it later, without what was found being in the way."""
-        if not len(found):
-            return None
-        space = geometry[interval.dtype]
-        if not lasting or not self._has_room(found.nbytes):
-            return self._code(space, interval, found, old)
-        room = _spare.take(found.room_bytes)
-        kept = found.copied(room)
+        nbytes = found.nbytes
 
-        def make() -> Row:
-            row = self._code(space, interval, kept, old)
-            _spare.give(room)
-            return row
+        def make(kept: Found) -> Row:
+            try:
+                return self._code(space, interval, kept, old)
+            finally:
+                if room is not None:
+                    _spare.give(room, nbytes)
 
-        return make
+        if len(found) and lasting and self._has_room(nbytes):
+            kept = found if room is not None else found.copied()
+            return lambda: make(kept)
+        if len(found):
+            return make(found)
+        if room is not None:
+            _spare.give(room, 0)
+        return None
 
     def _code(self, space: FlatSpace, interval: Interval, found: Found, old: Memory) -> Row:
         began = time.thread_time()

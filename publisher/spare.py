@@ -1,39 +1,54 @@
-"""Memory that was used and will be again: to ask the system for pages takes longer than to fill them."""
+"""Memory that changes waited in, for those of the next version."""
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
+from weakref import WeakSet
 
-import numpy as np
-import numpy.typing as npt
-
-Buffer = npt.NDArray[np.uint8]
+from weightcast.codec import Room
 
 
 class Spare:
-    """Buffers that nobody uses at the moment. Of all of them the smallest are let go where they exceed `most_bytes`."""
+    """Rooms that nobody uses at the moment: pages that were used before cost nothing, new ones more than to fill them.
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    Args:
+        most_rooms: there may be in all, at work or not. They take address space for rows that change everywhere.
+        most_bytes: what was ever written in those that nobody uses. One that would exceed it is let go.
+    """
+
+    def __init__(self, most_rooms: int, most_bytes: int) -> None:
+        self._most_rooms, self._most_bytes = most_rooms, most_bytes
         self._lock = threading.Lock()
-        self._buffers: list[Buffer] = []  # from small to large
-        self._bytes = 0
+        self._all: WeakSet[Room] = WeakSet()  # one that nobody gives back is gone with whoever had it
+        self._free: list[Room] = []
+        self._bytes = 0  # written in those
 
-    def take(self, nbytes: int) -> Buffer:
-        """uint8 [at least `nbytes`], with anything in it; for the caller alone until it is given back, or for ever."""
+    def take(self, length: int, width: int) -> Room | None:
+        """Room for a row, for the caller alone until it is given back; None if there are too many, or no memory."""
         with self._lock:
-            at = bisect_left(self._buffers, nbytes, key=len)
-            if at < len(self._buffers):
-                found = self._buffers.pop(at)
-                self._bytes -= len(found)
-                return found
-        return np.empty(nbytes + nbytes // 4, np.uint8)  # the next row may have a few changes more
+            for at in reversed(range(len(self._free))):
+                if self._free[at].holds(length, width):
+                    return self._pop(at)
+            if len(self._all) >= self._most_rooms and self._free:
+                self._pop(0)  # of another width, or for shorter rows
+            if len(self._all) >= self._most_rooms:
+                return None
+            try:
+                room = Room(length, width)
+            except OSError:
+                return None
+            self._all.add(room)
+            return room
 
-    def give(self, buffer: Buffer) -> None:
-        """Give back what `take` gave; nothing may refer to it any more."""
+    def give(self, room: Room, nbytes: int) -> None:
+        """Give back what `take` gave, of which `nbytes` were written; nothing may refer to it any more."""
         with self._lock:
-            self._buffers.insert(bisect_left(self._buffers, len(buffer), key=len), buffer)
-            self._bytes += len(buffer)
-            while self._bytes > self._most_bytes:
-                self._bytes -= len(self._buffers.pop(0))
+            room.written_bytes = max(room.written_bytes, nbytes)
+            if self._bytes + room.written_bytes <= self._most_bytes:
+                self._bytes += room.written_bytes
+                self._free.append(room)
+
+    def _pop(self, at: int) -> Room:
+        room = self._free.pop(at)
+        self._bytes -= room.written_bytes
+        return room

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.codec import Interval, code, encode, find, kernels, kernels_find, reference
+from weightcast.codec import Interval, Room, code, encode, find, kernels, kernels_find, reference
 from weightcast.codec.digest import digest
 from weightcast.codec.jit import GROUP, TAGS
 from weightcast.codec.jit_find import COMPRESSES
@@ -108,8 +109,7 @@ def test_a_row_is_the_same_when_it_is_coded_later(
     olds, news = memory_of(space, old), memory_of(space, new)
     interval = Interval(space.dtype, 0, 4000)
     at_once = encode(space, news, olds, interval, codec=codec)
-    found = find(space, news, olds, interval)
-    kept = found.copied(np.empty(found.room_bytes + 3, np.uint8))
+    kept = find(space, news, olds, interval).copied()
     news.flat(space.dtype)[:] = 0  # the trainer goes on
     find(space, news, olds, interval)  # and this thread finds something else
     assert code(space, interval, kept, olds, codec=codec) == at_once.row
@@ -118,23 +118,24 @@ def test_a_row_is_the_same_when_it_is_coded_later(
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_a_copy_has_each_array_at_a_word(width: int, rng: np.random.Generator) -> None:
-    space = space_of(width, [(101,)])
-    old = random_bits(width, 101, rng)
-    found = find(
-        space,
-        memory_of(space, change(old, 0.9, rng)),
-        memory_of(space, old),
-        Interval(space.dtype, 0, 101),
-    )
-    room = np.full(found.room_bytes + 1, 0x5A, np.uint8)
-    kept = found.copied(room)
+def test_what_lies_in_a_room_stays_until_that_is_used_again(width: int, rng: np.random.Generator) -> None:
+    space = space_of(width, [(5000,)])
+    old = random_bits(width, 5000, rng)
+    news, olds = memory_of(space, change(old, 0.9, rng)), memory_of(space, old)
+    room, other = Room(5000, width), Room(4999, width)
+    every = Interval(space.dtype, 0, 5000)
+    expected = find(space, news, olds, every).copied()
+    found = find(space, news, olds, every, room)
+    find(space, news, olds, Interval(space.dtype, 1, 4999), other)
+    find(space, olds, news, every)
     for name in ("positions", "olds", "news"):
-        assert np.array_equal(getattr(kept, name), getattr(found, name)), name
-        assert getattr(kept, name).flags.aligned, name
-        assert np.shares_memory(getattr(kept, name), room), name
-    assert room[-1] == 0x5A
-    assert not np.shares_memory(found.copied().news, found.news)
+        assert np.array_equal(getattr(found, name), getattr(expected, name)), name
+        assert np.shares_memory(getattr(found, name), getattr(room, name)), name
+    assert not any(np.shares_memory(a, b) for a, b in combinations((room.positions, room.olds, room.news), 2))
+    with pytest.raises(UsageError, match="room is not for"):
+        find(space, news, olds, every, other)
+    with pytest.raises(UsageError, match="room is not for"):
+        find(space, news, olds, every, Room(5000, {1: 2, 2: 4, 4: 8, 8: 1}[width]))
 
 
 def test_what_is_not_an_interval_of_the_space_is_refused() -> None:

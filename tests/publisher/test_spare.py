@@ -1,41 +1,68 @@
 from __future__ import annotations
 
-import numpy as np
+import mmap
+from typing import Any
 
-from weightcast.publisher.spare import Buffer, Spare
+import pytest
+
+from weightcast.codec import Room
+from weightcast.publisher.spare import Spare
 
 
-def same(a: Buffer, b: Buffer) -> bool:
-    return a.ctypes.data == b.ctypes.data
+def taken(spare: Spare, length: int = 100, width: int = 2) -> Room:
+    room = spare.take(length, width)
+    assert room is not None
+    assert room.holds(length, width)
+    return room
 
 
 def test_what_was_given_back_is_taken_again_and_only_then() -> None:
-    spare = Spare(1000)
-    first = spare.take(80)
-    second = spare.take(80)
-    assert len(first) >= 80
-    assert not np.shares_memory(first, second)
-    spare.give(first)
-    assert same(spare.take(len(first)), first)
-    assert not np.shares_memory(spare.take(10), first)
+    spare = Spare(10, 1000)
+    first, second = taken(spare), taken(spare)
+    assert first is not second
+    spare.give(first, 10)
+    assert taken(spare, 90) is first
+    assert taken(spare) is not first
 
 
-def test_the_smallest_that_fits_is_taken() -> None:
-    spare = Spare(1000)
-    buffers = [np.empty(n, np.uint8) for n in (300, 100, 200)]
-    for buffer in buffers:
-        spare.give(buffer)
-    assert same(spare.take(101), buffers[2])
-    assert same(spare.take(101), buffers[0])
-    assert same(spare.take(0), buffers[1])
+def test_a_room_is_for_one_width_and_for_no_longer_rows() -> None:
+    spare = Spare(10, 1000)
+    room = taken(spare)
+    spare.give(room, 0)
+    assert taken(spare, 101) is not room
+    assert taken(spare, 100, 4) is not room
+    assert taken(spare) is room
 
 
-def test_beyond_the_bound_the_smallest_go() -> None:
-    spare = Spare(450)
-    small, large, middle = (np.empty(n, np.uint8) for n in (100, 300, 150))
-    for buffer in (small, large, middle):
-        spare.give(buffer)
-    assert same(spare.take(1), middle)
-    assert same(spare.take(1), large)
-    spare.give(np.empty(451, np.uint8))
-    assert len(spare.take(1)) < 451, "larger than all that may be kept"
+def test_beyond_the_number_there_is_none_until_one_is_given_back_or_gone() -> None:
+    spare = Spare(2, 1000)
+    first, second = taken(spare), taken(spare)
+    assert spare.take(100, 2) is None
+    spare.give(first, 0)
+    assert taken(spare) is first
+    del second  # whoever had it met an error
+    spare.give(taken(spare), 0)
+    other = taken(spare, 100, 4)  # in the place of one that nobody uses
+    assert spare.take(100, 2) is None
+    del other
+
+
+def test_no_more_is_kept_than_was_allowed() -> None:
+    spare = Spare(10, 1000)
+    rooms = [taken(spare) for _ in range(3)]
+    for room, nbytes in zip(rooms, (600, 500, 400), strict=True):
+        spare.give(room, nbytes)
+    assert taken(spare) is rooms[2]
+    assert taken(spare) is rooms[0]
+    assert taken(spare) not in rooms
+    spare.give(rooms[0], 1)  # which has 600 all the same
+    spare.give(rooms[1], 1)
+    assert taken(spare) is rooms[0]
+
+
+def test_without_address_space_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", full)
+    assert Spare(10, 1000).take(100, 2) is None
