@@ -15,7 +15,7 @@ from weightcast.schemas.shard import MAX_ROW_ELEMENTS, Codec, Coding, Row
 
 from . import classes, kernels_boxes
 from .encode import Encoded, Planes, choose
-from .find import Found, scratch
+from .find import Found, own_rooms
 from .jit import LANES, TAGS
 from .kernels import digest_change
 from .lines import Lines
@@ -135,7 +135,7 @@ def find_box(space: FlatSpace, box: Box, new: int, old: int) -> Found:
     """
     position = _row_tensor(space, box)
     begin, length, run, stride, seed0, seed1 = _figures(space, box, position)
-    room = scratch.take(box.length, space.width)
+    room = own_rooms.take(box.length, space.width)
     positions, olds, news = room.positions, room.olds, room.news
     count, *lanes = kernels_boxes.compare_box(
         np.uint64(old), np.uint64(new), begin, length, run, stride, seed0, seed1, _spare(),

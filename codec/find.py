@@ -112,7 +112,7 @@ def find(space: FlatSpace, new: Memory, old: Memory, interval: Interval, room: R
         raise UsageError(f"{interval} is longer than a row may be, {MAX_ROW_ELEMENTS} elements")
     first, width = space.tensor_at(interval.start), space.width
     if room is None:
-        room = scratch.take(interval.length, width)
+        room = own_rooms.take(interval.length, width)
     elif not room.holds(interval.length, width):
         raise UsageError(f"the room is not for {interval} at width {width}")
     positions, olds, news = room.positions, room.olds, room.news
@@ -124,8 +124,8 @@ def find(space: FlatSpace, new: Memory, old: Memory, interval: Interval, room: R
     return Found(interval.length, positions[:count], olds[:count], news[:count], digest, change)
 
 
-class Scratch(threading.local):
-    """The room of this thread, kept from row to row."""
+class OwnRooms(threading.local):
+    """A thread's rooms, one a width, kept from row to row."""
 
     def __init__(self) -> None:
         self._rooms: dict[int, Room] = {}
@@ -137,4 +137,4 @@ class Scratch(threading.local):
         return self._rooms[width]
 
 
-scratch = Scratch()
+own_rooms = OwnRooms()

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .jit import kernel, load, prefetch, store, width
 from .kernels import AHEAD_BYTES, digest_change, digest_run, fetch
-from .planes import apply_some, find_some, read_some
+from .planes import apply_marks, apply_some, find_some, read_some
 
 BLOCK: Final = 128
 """Changes whose old bits are on their way while as many others are worked on. Anything from 64 to 512 is as fast."""
@@ -102,23 +102,6 @@ def change_row(
 
 
 @kernel
-def move_all(marks: Bytes, escapes: Bits, used: int, olds: Bits, news: Bits) -> int:
-    """`apply_some` of a stretch of a dense row: a mark of 0 leaves its element as it is."""
-    for i in range(olds.size):  # without a branch, so that it becomes vectors
-        step = np.int64(marks[i])
-        news[i] = olds[i] + np.uint64((step >> 1) ^ -(step & 1))
-    for i in range(olds.size):
-        if marks[i] == 255:
-            if used == escapes.size:
-                return -2
-            if escapes[used] == olds[i]:
-                return -3
-            news[i] = escapes[used]
-            used += 1
-    return used
-
-
-@kernel
 def change_all(
     addresses: Words, starts: Ints, seeds: Words, first: int, start: int, marks: Bytes, escapes: Bits, tag: Any
 ) -> Any:  # fmt: skip
@@ -145,7 +128,7 @@ def change_all(
         old, new = olds[:size], news[:size]
         for k in range(size):
             old[k] = load(address + np.uint64(k * width(tag)), tag)
-        escaped = move_all(mark, escapes, escaped, old, new)
+        escaped = apply_marks(mark, escapes, escaped, old, new)
         if escaped < 0:
             return -escaped, lane0, lane1
         for k in range(size):

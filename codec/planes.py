@@ -191,6 +191,14 @@ def find_some(plane: Bytes, at: int, start: int, positions: npt.NDArray[np.int64
 
 
 @kernel
+def escape_fault(escapes: npt.NDArray[Any], used: int, old: Any) -> int:
+    """0, or what is wrong with the next escape (`apply_steps`)."""
+    if used == escapes.size:
+        return 2
+    return 3 if escapes[used] == old else 0
+
+
+@kernel
 def apply_some(
     steps: Bytes, escapes: npt.NDArray[Any], used: int, olds: npt.NDArray[Any], news: npt.NDArray[Any]
 ) -> int:
@@ -200,14 +208,31 @@ def apply_some(
         if step == 0:
             return -1
         if step == 255:
-            if used == escapes.size:
-                return -2
-            if escapes[used] == olds[i]:
-                return -3
+            fault = escape_fault(escapes, used, olds[i])
+            if fault:
+                return -fault
             news[i] = escapes[used]
             used += 1
         else:
             news[i] = olds[i] + np.uint64((step >> 1) ^ -(step & 1))
+    return used
+
+
+@kernel
+def apply_marks(
+    marks: Bytes, escapes: npt.NDArray[Any], used: int, olds: npt.NDArray[Any], news: npt.NDArray[Any]
+) -> int:
+    """As `apply_some`, of all elements of a stretch of a dense row: a mark of 0 leaves its element as it is."""
+    for i in range(olds.size):  # without a branch, so that it becomes vectors
+        step = np.int64(marks[i])
+        news[i] = olds[i] + np.uint64((step >> 1) ^ -(step & 1))
+    for i in range(olds.size):
+        if marks[i] == 255:
+            fault = escape_fault(escapes, used, olds[i])
+            if fault:
+                return -fault
+            news[i] = escapes[used]
+            used += 1
     return used
 
 

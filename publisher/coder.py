@@ -42,8 +42,8 @@ T = TypeVar("T")
 class Coder:
     """Fills one capture's rows.
 
-    Changes that are found wait until `start`, in memory of their own; where too many wait, whoever finds more codes
-    them at once.
+    Changes that are found wait until `start`, in rooms that are used again; where too many wait, whoever finds more
+    codes them at once.
     """
 
     def __init__(self, rows: Rows, pool: Executor, state: State, *, level: int, codec: Codec) -> None:
