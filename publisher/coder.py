@@ -71,6 +71,8 @@ class Coder:
                 found = find(space, new, old, interval, room)
                 return found.digest, found.change, self._made(space, interval, found, old, olds.lasting, room)
 
+        if not olds.lasting:
+            _spare.clear()  # of the versions before the detector had what it needs, which is there to save memory
         # Where nothing may wait rows are coded at once, and each is to be on its way as soon as it is.
         together = HANDED_OVER if olds.lasting else 1
         found = self._in_order(one, intervals, together)

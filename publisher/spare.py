@@ -48,6 +48,12 @@ class Spare:
                 self._bytes += room.written_bytes
                 self._free.append(room)
 
+    def clear(self) -> None:
+        """Let go of all that nobody uses."""
+        with self._lock:
+            self._free.clear()
+            self._bytes = 0
+
     def _pop(self, at: int) -> Room:
         room = self._free.pop(at)
         self._bytes -= room.written_bytes

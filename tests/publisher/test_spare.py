@@ -60,6 +60,16 @@ def test_no_more_is_kept_than_was_allowed() -> None:
     assert taken(spare) is rooms[0]
 
 
+def test_what_nobody_uses_can_be_let_go() -> None:
+    spare = Spare(10, 1000)
+    used, free = taken(spare), taken(spare)
+    spare.give(free, 1000)
+    spare.clear()
+    assert taken(spare) is not free
+    spare.give(used, 1000)
+    assert taken(spare) is used, "and there is room for as many bytes again"
+
+
 def test_without_address_space_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(12, "Cannot allocate memory")
