@@ -9,14 +9,14 @@ import numpy.typing as npt
 
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, UsageError
-from weightcast.schemas.shard import CODINGS, Row, has_possible_planes
+from weightcast.schemas.shard import CODINGS, GAPPED, Row, has_possible_planes
 
 from . import classes, kernels, kernels_apply, kernels_boxes
 from .changes import Changes, within
 from .digest import change_digest
 from .jit import TAGS
 from .memory import UNSIGNED, Memory
-from .planes import apply_steps, expand_plane, find_some, read_gaps
+from .planes import apply_steps, expand_plane, find_some, joined_bytes, part_pairs, read_gaps
 from .scratch import Scratch
 from .space import FlatSpace
 
@@ -72,8 +72,8 @@ def decode(
 
 
 def is_plain(row: Row) -> bool:
-    """Whether `change_plainly` takes the row: coding `gap` or `dense`, elements side by side."""
-    return row.coding in ("gap", "dense") and not row.is_box
+    """Whether `change_plainly` takes the row: coding `gap`, `pairs` or `dense`, elements side by side."""
+    return row.coding in (*GAPPED, "dense") and not row.is_box
 
 
 def change_plainly(
@@ -87,12 +87,12 @@ def change_plainly(
     if row.coding == "dense":
         marks, steps = _marks(row), _NONE
     else:
-        marks, steps = _NONE, expand_plane(row.steps, row.count, row.tensor, "steps")
+        marks, steps = _NONE, _steps(row)
     fault, *lanes = kernels_apply.change_row(
         memory.addresses(space), space.starts, space.seeds, space.tensor_at(start), start, row.length, row.gap_shift,
         expand_plane(row.gaps, row.gap_bytes, row.tensor, "gaps"), np.frombuffer(row.lows, np.uint8), marks, steps,
-        expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes").view(old.dtype),
-        found.positions, old, found.values, write, TAGS[space.width],
+        _escapes(row, old.dtype),
+        row.coding == "pairs", found.positions, old, found.values, write, TAGS[space.width],
     )  # fmt: skip
     if fault == kernels_apply.GAPS_FAULT:
         raise _wrong_gaps(row)
@@ -110,7 +110,7 @@ def change_densely(space: FlatSpace, row: Row, start: int, memory: Memory) -> Di
     dtype = UNSIGNED[space.width]
     fault, *lanes = kernels_apply.change_all(
         memory.addresses(space), space.starts, space.seeds, space.tensor_at(start), start, _marks(row),
-        expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes").view(dtype), TAGS[space.width],
+        _escapes(row, dtype), TAGS[space.width],
     )  # fmt: skip
     if fault:
         raise _wrong_steps(row, fault)
@@ -128,7 +128,7 @@ def new_bits(space: FlatSpace, row: Row, places: _Ints, steps: npt.NDArray[np.ui
     Raises:
         Corrupt: steps or escapes break a rule of docs/format.md.
     """
-    escapes = expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes").view(old.dtype)
+    escapes = _escapes(row, old.dtype)
     if row.coding == "whole":
         found = change_digest(space, places, np.zeros_like(escapes), escapes)
         if found != row.digest:
@@ -136,8 +136,8 @@ def new_bits(space: FlatSpace, row: Row, places: _Ints, steps: npt.NDArray[np.ui
                 f"row of tensor {row.tensor!r}: bits have digest {found}, the row says {row.digest}"
             )
         return escapes
-    values = old.copy()
-    fault = apply_steps(steps, escapes, values)
+    values = np.empty_like(old)
+    fault = apply_steps(steps, escapes, row.coding == "pairs", old, values)
     if fault:
         raise _wrong_steps(row, fault)
     return values
@@ -187,7 +187,7 @@ def place_of(space: FlatSpace, row: Row) -> int:
                 f"escapes, gap_bytes {row.gap_bytes} of {len(row.gaps)}, or planes that the coding does not use"
             )
         return start
-    gapped = row.coding == "gap"
+    gapped = row.coding in GAPPED
     if row.coding == "whole" and not row.escaped == row.count == row.length:
         raise Corrupt(f"row of tensor {row.tensor!r} is whole, but has {row.count} changes in {row.length}")
     if not 0 <= row.gap_shift <= (MAX_GAP_SHIFT if gapped else 0):
@@ -197,7 +197,7 @@ def place_of(space: FlatSpace, row: Row) -> int:
         raise Corrupt(f"row of tensor {row.tensor!r}: gap_bytes {row.gap_bytes}, expected {least} to {most}")
     if len(row.lows) != -(-row.count * row.gap_shift // 8):
         raise Corrupt(f"row of tensor {row.tensor!r}: {len(row.lows)} bytes of lows for {row.count} changes")
-    unused = {"gap": (), "dense": (row.gaps,), "whole": (row.gaps, row.steps)}[row.coding]
+    unused = {"dense": (row.gaps,), "whole": (row.gaps, row.steps)}.get(row.coding, ())
     if any(unused):
         raise Corrupt(f"row of tensor {row.tensor!r} has planes that its coding {row.coding} does not use")
     return start
@@ -220,11 +220,28 @@ def interval_positions(row: Row, start: int, out: _Ints) -> npt.NDArray[np.uint8
         nonzero = np.empty(row.count, np.uint8)
         find_some(_marks(row), 0, start, out, nonzero)
         return nonzero
-    steps = expand_plane(row.steps, row.count, row.tensor, "steps")
+    steps = _steps(row)
     gaps = expand_plane(row.gaps, row.gap_bytes, row.tensor, "gaps")
     lows = np.frombuffer(row.lows, np.uint8)
     if not read_gaps(gaps, lows, row.gap_shift, row.length, start, out):
         raise _wrong_gaps(row)
+    return steps
+
+
+def _escapes(row: Row, dtype: npt.DTypeLike) -> _Bits:
+    """The escaped elements of a row whose elements are of this dtype: bits, or steps if the coding is `pairs`."""
+    width = np.dtype(dtype).itemsize
+    data = expand_plane(row.escapes, row.escaped * width, row.tensor, "escapes")
+    return (joined_bytes(data, width) if row.coding == "pairs" else data).view(dtype)
+
+
+def _steps(row: Row) -> npt.NDArray[np.uint8]:
+    """The step bytes of the changes of a row in coding `gap` or `pairs`."""
+    if row.coding == "gap":
+        return expand_plane(row.steps, row.count, row.tensor, "steps")
+    steps = np.empty(row.count, np.uint8)
+    if not part_pairs(expand_plane(row.steps, -(-row.count // 2), row.tensor, "steps"), steps):
+        raise Corrupt(f"row of tensor {row.tensor!r}: the steps do not end with {row.count} changes")
     return steps
 
 

@@ -19,7 +19,7 @@ from .find import Found, find
 from .jit import TAGS
 from .kernels import code_steps, gather
 from .memory import UNSIGNED, Memory
-from .planes import compress_plane, spread_steps, write_changes
+from .planes import MOST_OF_PAIR, MOST_STEP, compress_plane, parted_bytes, spread_steps, write_changes
 from .space import FlatSpace, Interval, Place
 
 DENSE_DENSITY: Final = 0.5
@@ -187,7 +187,7 @@ def choose(
             )
         return _class(found, asked)
     dense = coding == "dense" or (coding is None and len(found) >= DENSE_DENSITY * found.length)
-    best = _dense(found, level) if dense else _gap(found, level)
+    best = _dense(found, level) if dense else _gapped(found, level, coding)
     if coding is None and best.nbytes >= WHOLE_FRACTION * found.length * found.news.itemsize:
         every = _whole(found, level, whole())
         best = every if every.nbytes < best.nbytes else best
@@ -202,26 +202,32 @@ def _class(found: Found, coded: classes.Coded) -> Planes:
     return Planes("class", len(found), 0, gap_bytes=len(coded.gaps), gaps=coded.gaps, steps=coded.steps)
 
 
-def _gap(found: Found, level: int) -> Planes:
+_MOST_STEPS: Final[dict[Coding | None, int]] = {"gap": MOST_STEP, "pairs": MOST_OF_PAIR}
+
+
+def _gapped(found: Found, level: int, coding: Coding | None) -> Planes:
+    """In coding `gap` or `pairs`, whichever is asked for or likely to be smaller."""
     count = len(found)
     shift = gap_shift(found.length, count)
-    steps, escapes = np.empty(count, np.uint8), np.empty(count, found.olds.dtype)
+    steps, pairs = np.empty(count, np.uint8), np.empty(-(-count // 2), np.uint8)
+    escapes = np.empty(count, found.olds.dtype)
     gaps = np.empty(count + (found.length >> shift) // 255, np.uint8)
     low_bytes = -(-count * shift // 8)
     lows = np.empty(low_bytes + 8, np.uint8)
-    escaped, gap_bytes = write_changes(
-        found.positions, found.olds, found.news, count, shift, steps, escapes, gaps, lows
-    )
+    escaped, gap_bytes, paired = write_changes(
+        found.positions, found.olds, found.news, count, shift, _MOST_STEPS.get(coding, 0),
+        steps, pairs, escapes, gaps, lows,
+    )  # fmt: skip
     return Planes(
-        "gap", count, escaped, shift, gap_bytes, compress_plane(gaps[:gap_bytes], level),
-        lows[:low_bytes].tobytes(), compress_plane(steps, level),
-        compress_plane(escapes[:escaped], level, noisy=False),
+        "pairs" if paired else "gap", count, escaped, shift, gap_bytes, compress_plane(gaps[:gap_bytes], level),
+        lows[:low_bytes].tobytes(), compress_plane(pairs if paired else steps, level),
+        compress_plane(parted_bytes(escapes[:escaped]) if paired else escapes[:escaped], level, noisy=False),
     )  # fmt: skip
 
 
 def _dense(found: Found, level: int) -> Planes:
     steps, escapes = np.empty(len(found), np.uint8), np.empty(len(found), found.olds.dtype)
-    escaped = code_steps(found.olds, found.news, len(found), steps, escapes)
+    escaped = code_steps(found.olds, found.news, len(found), MOST_STEP, False, steps, escapes)
     plane = np.zeros(found.length, np.uint8)
     spread_steps(found.positions, len(found), steps, plane)
     return Planes(

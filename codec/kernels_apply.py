@@ -12,13 +12,7 @@ import numpy.typing as npt
 
 from .jit import kernel, load, prefetch, store, width
 from .kernels import AHEAD_BYTES, digest_change, digest_run, fetch
-from .planes import apply_marks, apply_some, find_some, read_some
-
-BLOCK: Final = 128
-"""Changes whose old bits are on their way while as many others are worked on. Anything from 64 to 512 is as fast."""
-
-STRETCH: Final = 1024
-"""Elements of a dense row that are read, stepped on, written and digested in the first-level cache."""
+from .planes import BLOCK, STEPPED, apply_marks, apply_some, find_some, read_some
 
 WRITTEN: Final = 4096
 """Changes written before they are read back: more than a first-level cache holds, less than a second-level one."""
@@ -46,8 +40,8 @@ def locate(addresses: Words, starts: Ints, tensor: int, positions: Ints, places:
 @kernel
 def change_row(
     addresses: Words, starts: Ints, seeds: Words, first: int, start: int, length: int, shift: int,
-    gaps: Bytes, lows: Bytes, marks: Bytes, steps: Bytes, escapes: Bits, positions: Ints, olds: Bits, news: Bits,
-    write: bool, tag: Any,
+    gaps: Bytes, lows: Bytes, marks: Bytes, steps: Bytes, escapes: Bits, relative: bool,
+    positions: Ints, olds: Bits, news: Bits, write: bool, tag: Any,
 ) -> Any:  # fmt: skip
     """(0 or what is wrong, lane 0, lane 1): decode a row against memory, and digest the change.
 
@@ -57,6 +51,7 @@ def change_row(
         start, length: the row; flat.
         shift: the row's gap_shift.
         gaps, lows, steps, escapes: its planes; lows of n * shift bits in bytes, steps [n].
+        relative: whether escapes are steps, not bits.
         marks: the steps of a dense row, n of which are not 0; the planes but `escapes` are empty then. Else empty.
         positions, olds, news: [n], the result: flat.
         write: whether new bits are written to the memory, too. If something is wrong, some of them are by then.
@@ -83,7 +78,7 @@ def change_row(
             where, old, new = places[last // BLOCK % 2], olds[last : last + size], news[last : last + size]
             for k in range(size):
                 old[k] = load(where[k], tag)
-            escaped = apply_some(moves[last // BLOCK % 2, :size], escapes, escaped, old, new)
+            escaped = apply_some(moves[last // BLOCK % 2, :size], escapes, escaped, relative, old, new)
             if escaped < 0:
                 return -escaped, lane0, lane1
             if write:
@@ -110,13 +105,13 @@ def change_all(
     What that moves the digest by is what the bits that are there then have more than those before. After an error some
     are written.
     """
-    olds, news = np.empty(STRETCH, escapes.dtype), np.empty(STRETCH, escapes.dtype)
+    olds, news = np.empty(STEPPED, escapes.dtype), np.empty(STEPPED, escapes.dtype)
     lane0, lane1 = np.uint64(0), np.uint64(0)
     tensor, at, stop, escaped = first, start, start + marks.size, 0
     while at < stop:
         while at >= starts[tensor + 1]:
             tensor += 1
-        size = min(STRETCH, min(starts[tensor + 1], stop) - at)
+        size = min(STEPPED, min(starts[tensor + 1], stop) - at)
         index, mark = at - starts[tensor], marks[at - start : at - start + size]
         address, seed0, seed1 = (
             addresses[tensor] + np.uint64(index * width(tag)),
@@ -128,7 +123,7 @@ def change_all(
         old, new = olds[:size], news[:size]
         for k in range(size):
             old[k] = load(address + np.uint64(k * width(tag)), tag)
-        escaped = apply_marks(mark, escapes, escaped, old, new)
+        escaped = apply_marks(mark, escapes, escaped, False, old, new)
         if escaped < 0:
             return -escaped, lane0, lane1
         for k in range(size):

@@ -55,14 +55,18 @@ class Planes:
     escapes: tuple[int, ...] = ()
 
 
-def step_byte(old: int, new: int, width: int) -> int:
-    """Step byte of a changed element of `width` bytes; 255 if it has to be escaped."""
+def zigzag(old: int, new: int, width: int) -> int:
+    """z of a changed element of `width` bytes."""
     span = 1 << 8 * width
     step = (new - old) % span
     if step >= span // 2:
         step -= span
-    zigzag = 2 * step if step >= 0 else -2 * step - 1
-    return zigzag if zigzag <= 254 else 255
+    return 2 * step if step >= 0 else -2 * step - 1
+
+
+def step_byte(old: int, new: int, width: int) -> int:
+    """Step byte of a changed element of `width` bytes; 255 if it has to be escaped."""
+    return min(zigzag(old, new, width), 255)
 
 
 def gap_planes(old: Sequence[int], new: Sequence[int], width: int, gap_shift: int) -> Planes:
@@ -79,6 +83,18 @@ def gap_planes(old: Sequence[int], new: Sequence[int], width: int, gap_shift: in
             escapes.append(new[position])
     low_bytes = -(-len(changed) * gap_shift // 8)
     return Planes(len(changed), bytes(gaps), lows.to_bytes(low_bytes, "little"), bytes(steps), tuple(escapes))
+
+
+def pairs_planes(old: Sequence[int], new: Sequence[int], width: int, gap_shift: int) -> Planes:
+    """Planes of coding `pairs`."""
+    planes, halves, escapes = gap_planes(old, new, width, gap_shift), [], []
+    for o, n in zip(old, new, strict=True):
+        if o != n:
+            halves.append(min(step_byte(o, n, width), 15))
+            escapes += [zigzag(o, n, width)] if halves[-1] == 15 else []
+    halves += [0] * (len(halves) % 2)
+    steps = bytes(a + 16 * b for a, b in zip(halves[::2], halves[1::2], strict=True))
+    return Planes(planes.count, planes.gaps, planes.lows, steps, tuple(escapes))
 
 
 def dense_planes(old: Sequence[int], new: Sequence[int], width: int) -> Planes:
@@ -102,6 +118,19 @@ def apply_gap(planes: Planes, old: Sequence[int], width: int, gap_shift: int) ->
     for position, step in zip(positions, planes.steps, strict=True):
         dense[position] = step
     return apply_dense(Planes(planes.count, steps=bytes(dense), escapes=planes.escapes), old, width)
+
+
+def apply_pairs(planes: Planes, old: Sequence[int], width: int, gap_shift: int) -> list[int]:
+    """New bits from old ones and the planes of coding `pairs`, which must be valid."""
+    halves = [half for byte in planes.steps for half in (byte % 16, byte // 16)][: planes.count]
+    escapes, ones = iter(planes.escapes), b"\2" * planes.count
+    marks = apply_gap(Planes(planes.count, planes.gaps, planes.lows, ones), [0] * len(old), 1, gap_shift)
+    zigzags = iter(next(escapes) if half == 15 else half for half in halves)
+    new = []
+    for o, mark in zip(old, marks, strict=True):
+        z = next(zigzags) if mark else 0
+        new.append((o + (z // 2 if z % 2 == 0 else -(z + 1) // 2)) % (1 << 8 * width))
+    return new
 
 
 def apply_dense(planes: Planes, old: Sequence[int], width: int) -> list[int]:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:  # torch takes seconds to import, in which the rollout process
 WORKERS: Final = ("a", "b")
 """Names of the two subscribers."""
 
+TRAINER_THREADS: Final = 1
+"""Threads that the trainer computes with. The subscribers generate meanwhile, on one each, and what a publish leaves to
+be done after it returned runs beside the next step."""
+
 VICTIM: Final = "b"
 """The subscriber that is killed and started again on the way."""
 

@@ -21,7 +21,7 @@ import click
 
 from weightcast.cli.options import StoreOptions, store_options
 
-from .config import WORKERS, DemoConfig
+from .config import TRAINER_THREADS, WORKERS, DemoConfig
 from .crew import COMMAND, Crew
 from .interrupts import Interrupts
 
@@ -135,7 +135,7 @@ def _run(
         from .trainer import Trainer
 
         interrupts.check()
-        torch.set_num_threads(1)
+        torch.set_num_threads(TRAINER_THREADS)
         settings = store_settings or StoreSettings()
         intake = Intake(work / "spool", WORKERS, max_staleness=config.max_staleness)
         with board(sys.stderr) as shown, _publisher(root, settings) as publisher:

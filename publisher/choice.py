@@ -9,8 +9,8 @@ from weightcast.schemas.shard import Codec
 
 Chosen = Literal["gap", "class"]
 
-CLASS_BYTES: Final = 0.66
-"""Bytes of `class` for each of `gap`, until both were seen: 0.64 to 0.68 on the real trace (decisions 009, 012)."""
+CLASS_BYTES: Final = 0.71
+"""Bytes of `class` for each of `gap`, until both were seen: 0.67 to 0.72 on the real trace (decisions 009, 013)."""
 
 CLASS_ELEMENT_S: Final = 0.2e-9
 CLASS_CHANGE_S: Final = 27e-9

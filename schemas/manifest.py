@@ -34,7 +34,10 @@ BOXES_FEATURE: Final = "boxes"
 PACKED_FEATURE: Final = "packed"
 """Some shard of the version may be a Zstandard frame."""
 
-FEATURES: Final[frozenset[str]] = frozenset({CLASS_FEATURE, BOXES_FEATURE, PACKED_FEATURE})
+PAIRS_FEATURE: Final = "pairs"
+"""A row of the version has two steps in a byte."""
+
+FEATURES: Final[frozenset[str]] = frozenset({CLASS_FEATURE, BOXES_FEATURE, PACKED_FEATURE, PAIRS_FEATURE})
 """Optional parts of the format that this release can read. A writer lists what a reader must know."""
 
 MAX_MANIFEST_BYTES: Final = 8 << 20

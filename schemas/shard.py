@@ -12,10 +12,13 @@ from .digest import Digest
 from .errors import Corrupt
 from .frames import MAGIC, expand, frame_of, stated_bytes
 from .ipc import read_table
-from .manifest import BOXES_FEATURE, CLASS_FEATURE, MAX_SHARD_BYTES, PACKED_FEATURE
+from .manifest import BOXES_FEATURE, CLASS_FEATURE, MAX_SHARD_BYTES, PACKED_FEATURE, PAIRS_FEATURE
 
-Coding = Literal["gap", "dense", "whole", "class"]
+Coding = Literal["gap", "dense", "whole", "class", "pairs"]
 CODINGS: Final[tuple[str, ...]] = get_args(Coding)
+
+GAPPED: Final = ("gap", "pairs")
+"""Codings whose positions are gaps, and whose steps are of changes alone: a byte each, or two in a byte."""
 
 Codec = Literal["gap", "class", "auto"]
 """What a publisher may be set to. `gap`: every coding but `class`; `class`: every coding; `auto`: the publisher picks
@@ -134,22 +137,26 @@ class Row:
         return len(self.gaps) + len(self.lows) + len(self.steps) + len(self.escapes) + ROW_BYTES
 
 
+_FEATURES: Final[dict[Coding, str]] = {"class": CLASS_FEATURE, "pairs": PAIRS_FEATURE}
+"""Codings that not every reader of format 1 knows."""
+
+
 def is_packed(rows: Sequence[Row]) -> bool:
     """Whether a shard of these rows is to be packed; it is left as it is where that does not pay or fit.
 
-    Only with a row by class, which not every reader can read either: of other shards the table is there for any tool.
+    Only with a row whose coding is a feature, too: whoever knows `gap`, `dense` and `whole` alone can read all others.
     """
     table_bytes = TABLE_BYTES + ROW_BYTES * len(rows)
     total_bytes = TABLE_BYTES + sum(row.nbytes for row in rows)
-    return table_bytes * PACKED_SHARE >= total_bytes and any(row.coding == "class" for row in rows)
+    return table_bytes * PACKED_SHARE >= total_bytes and any(row.coding in _FEATURES for row in rows)
 
 
 def features_of(rows: Sequence[Row]) -> set[str]:
     """The features that a version manifest must list for a shard of these rows."""
     found = {PACKED_FEATURE} if is_packed(rows) else set()
     for row in rows:
-        if row.coding == "class":
-            found.add(CLASS_FEATURE)
+        if row.coding in _FEATURES:
+            found.add(_FEATURES[row.coding])
         if row.is_box:
             found.add(BOXES_FEATURE)
     return found
@@ -250,7 +257,7 @@ def has_possible_planes(row: Row) -> bool:
             and not row.lows
             and not row.escapes
         )
-    gapped = row.coding == "gap"
+    gapped = row.coding in GAPPED
     return (
         0 <= row.gap_shift <= (24 if gapped else 0)
         and (row.count if gapped else 0)

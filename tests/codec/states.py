@@ -22,7 +22,7 @@ examples = settings(
 DTYPES = {1: "F8_E4M3", 2: "BF16", 4: "F32", 8: "F64"}
 """A dtype of each width."""
 
-CODINGS: Final[tuple[Coding, ...]] = ("gap", "dense", "whole")
+CODINGS: Final[tuple[Coding, ...]] = ("gap", "pairs", "dense", "whole")
 
 Bits = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]

@@ -228,8 +228,8 @@ def test_the_codec_takes_it_where_it_is_smaller(codec: Any, rng: np.random.Gener
     rows = [encode(found, after, before, interval, codec=c).row for c in ("gap", codec)]
     assert rows[0] is not None
     assert rows[1] is not None
-    assert (rows[0].coding, rows[1].coding) == ("gap", "class")
-    assert rows[1].nbytes < 0.75 * rows[0].nbytes
+    assert (rows[0].coding, rows[1].coding) == ("pairs", "class")
+    assert rows[1].nbytes < 0.8 * rows[0].nbytes
     assert encode(found, after, before, interval, codec=codec).row == rows[1]  # deterministic
 
 

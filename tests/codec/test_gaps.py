@@ -72,7 +72,7 @@ def in_place(space: FlatSpace, row: Row, memory: Memory) -> Digest | str:
     st.sampled_from([1, 2, 4, 8]),
     st.integers(1, 4000),
     st.sampled_from([0.0005, 0.004, 0.03, 0.2, 1.0]),
-    st.sampled_from(["gap", "dense"]),
+    st.sampled_from(["gap", "pairs", "dense"]),
     SEEDS,
 )
 def test_decoding_in_one_pass_is_decoding_step_by_step(

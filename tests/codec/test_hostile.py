@@ -108,6 +108,27 @@ def test_gap_row_that_breaks_a_rule(message: str, fields: dict[str, Any]) -> Non
     assert "t00000" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        ("plane steps", {"steps": b"\x02\x02"}),
+        ("plane steps", {"steps": b""}),
+        ("step 0", {"steps": b"\x02"}),
+        ("step 0", {"steps": b"\x20"}),
+        ("not exactly used", {"steps": b"\xf2"}),
+        ("equal old and new", {"steps": b"\xf2", "escaped": 1, "escapes": b"\0\0"}),
+        ("do not end with 1", {"count": 1, "gaps": b"\2", "gap_bytes": 1}),
+        ("bytes of lows", {"gap_shift": 1}),
+        ("gap_bytes", {"gap_bytes": 1}),
+    ],
+)
+def test_pairs_row_that_breaks_a_rule(message: str, fields: dict[str, Any]) -> None:
+    base, pairs = memory_of(TEN, np.zeros(10, np.uint16)), {"coding": "pairs", "steps": b"\x22"}
+    assert decode(TEN, small(**pairs), base)[0].positions.tolist() == [2, 5]
+    with pytest.raises(Corrupt, match=message):
+        decode(TEN, small(**pairs | fields), base)
+
+
 DENSE: dict[str, Any] = {"coding": "dense", "gaps": b"", "gap_bytes": 0, "steps": b"\0\0\2\0\0\2\0\0\0\0"}
 
 
@@ -146,7 +167,7 @@ def frame(content: bytes, **options: Any) -> bytes:
     return zstandard.ZstdCompressor(level=1, **options).compress(content)
 
 
-@pytest.mark.parametrize("coding", ["gap", "dense"])
+@pytest.mark.parametrize("coding", ["gap", "pairs", "dense"])
 def test_planes_are_one_exact_frame(coding: Coding) -> None:
     row = ROWS[coding][0]
     good = row.steps

@@ -44,8 +44,11 @@ def plane(data: bytes, raw_bytes: int) -> bytes:
 
 def raw(row: Row, width: int) -> reference.Planes:
     """The planes of `row` without compression."""
-    steps = {"gap": row.count, "dense": row.length, "whole": 0}[row.coding]
-    escapes = np.frombuffer(plane(row.escapes, row.escaped * width), f"<u{width}")
+    steps = {"gap": row.count, "pairs": (row.count + 1) // 2, "dense": row.length, "whole": 0}[row.coding]
+    data = plane(row.escapes, row.escaped * width)
+    if row.coding == "pairs":
+        data = b"".join(data[i :: row.escaped] for i in range(row.escaped))
+    escapes = np.frombuffer(data, f"<u{width}")
     return reference.Planes(
         row.count, plane(row.gaps, row.gap_bytes), row.lows, plane(row.steps, steps), tuple(escapes.tolist())
     )
@@ -93,12 +96,20 @@ def test_planes_are_those_of_the_reference(width: int, density: float, seed: int
     space = space_of(width, [(2000,), (1000,)])
     old = random_bits(width, 3000, rng)
     new = change(old, density, rng)
-    gap, dense = send(space, old, new, "gap"), send(space, old, new, "dense")
-    if gap is None or dense is None:
+    new_far = change(old, density, rng, reach=20)  # of which about every third is far for half a byte
+    gap, dense, pairs = (
+        send(space, old, new, "gap"),
+        send(space, old, new, "dense"),
+        send(space, old, new_far, "pairs"),
+    )
+    if gap is None or dense is None or pairs is None:
         return
     o, n = old.tolist(), new.tolist()
     assert raw(gap, width) == reference.gap_planes(o, n, width, gap.gap_shift)
     assert reference.apply_gap(raw(gap, width), o, width, gap.gap_shift) == n
+    far = new_far.tolist()
+    assert raw(pairs, width) == reference.pairs_planes(o, far, width, pairs.gap_shift)
+    assert reference.apply_pairs(raw(pairs, width), o, width, pairs.gap_shift) == far
     assert raw(dense, width) == reference.dense_planes(o, n, width)
     assert reference.apply_dense(raw(dense, width), o, width) == n
 
@@ -115,6 +126,28 @@ def test_steps_up_to_254_take_a_byte_and_others_are_escaped(width: int) -> None:
     assert list(row.steps) == expected
     assert row.escaped == expected.count(255)
     assert expected[:6] == [2, 1, 252, 251, 254, 253]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_pairs_hold_steps_up_to_seven(odd: int) -> None:
+    steps = [1, -1, 7, -7, 8, -8, 32767, 2][: 8 - odd]
+    old = np.full(len(steps), 1000, np.uint16)
+    new = old + np.array(steps, np.int16).view(np.uint16)
+    row = send(space_of(2, [(len(steps),)]), old, new, "pairs")
+    assert row is not None
+    assert row.steps == bytes([0x12, 0xDE, 0xFF, 0x4F])[: 4 - odd] + bytes([0x0F] if odd else [])
+    assert row.escapes == bytes([0x10, 0x0F, 0xFE, 0, 0, 0xFF]), "16, 15, 65534: the lower bytes first"
+
+
+@pytest.mark.parametrize(("far", "coding"), [(6, "pairs"), (7, "gap")])
+def test_pairs_unless_many_steps_are_far(far: int, coding: Coding) -> None:
+    old = np.zeros(1000, np.uint16)
+    new = old.copy()
+    new[::10] = 1
+    new[: 10 * far : 10] = 100
+    row = send(space_of(2, [(1000,)]), old, new)
+    assert row is not None
+    assert (row.coding, row.escaped) == (coding, far if coding == "pairs" else 0)
 
 
 @pytest.mark.parametrize("gap", [0, 1, 254, 255, 256, 509, 510, 511, 65535, 65536, 65537])
@@ -310,12 +343,12 @@ def test_b062_each_row_has_the_coding_that_suits_it(rng: np.random.Generator) ->
     new[100_000:200_000] = random_bits(2, 100_000, rng)
     before, after = memory_of(space, old), memory_of(space, new)
     rows = [row for i in space.split() if (row := encode(space, after, before, i).row) is not None]
-    assert [(row.tensor, row.coding) for row in rows] == [("t00000", "gap"), ("t00001", "whole")]
+    assert [(row.tensor, row.coding) for row in rows] == [("t00000", "pairs"), ("t00001", "whole")]
     assert len(encode_shard(rows)) <= 200_000 * 1.05 + 8192
 
 
 def test_size_at_one_percent_is_near_the_entropy_of_positions(rng: np.random.Generator) -> None:
-    """Coding `gap` against the bound for independent positions and steps of one unit either way: one bit."""
+    """Coding `pairs` against the bound for independent positions and steps of one unit either way: one bit."""
     count = 1 << 20
     space = space_of(2, [(count,)])
     old = random_bits(2, count, rng)
@@ -325,8 +358,8 @@ def test_size_at_one_percent_is_near_the_entropy_of_positions(rng: np.random.Gen
     assert row is not None
     p = row.count / count
     bound = -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) / p + 1
-    assert row.coding == "gap"
-    assert 8 * (len(row.gaps) + len(row.lows) + len(row.steps)) / row.count <= 1.1 * bound
+    assert row.coding == "pairs"
+    assert 8 * (len(row.gaps) + len(row.lows) + len(row.steps)) / row.count <= 1.02 * bound
 
 
 def test_overlay_stands_for_the_versions_between(rng: np.random.Generator) -> None:

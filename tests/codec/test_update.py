@@ -26,7 +26,7 @@ BOXES = [(0, 3600, 0, 0), (17, 400, 0, 0), (40, 960, 16, 40), (5, 89, 1, 40), (0
 @given(
     st.sampled_from(sorted(SPACES)),
     st.sampled_from(BOXES),
-    st.sampled_from([None, "gap", "dense", "whole", "class"]),
+    st.sampled_from([None, "gap", "pairs", "dense", "whole", "class"]),
     st.floats(0.001, 0.4),
     st.integers(0, 2**32 - 1),
 )
@@ -72,7 +72,7 @@ def test_a_row_that_is_wrong_writes_nothing() -> None:
 @given(
     st.sampled_from(sorted(SPACES)),
     st.sampled_from(BOXES),
-    st.sampled_from([None, "gap", "dense", "whole", "class"]),
+    st.sampled_from([None, "gap", "pairs", "dense", "whole", "class"]),
     st.floats(0.001, 0.4),
     st.integers(0, 2**32 - 1),
 )
@@ -133,7 +133,7 @@ def test_update_leaves_what_may_not_be_written() -> None:
     for part in frozen.values():
         part.flags.writeable = False
     memory = Memory.over(Geometry(Layout.of(space.specs)), frozen)
-    codings: tuple[Coding, ...] = ("gap", "dense")
+    codings: tuple[Coding, ...] = ("gap", "pairs", "dense")
     for coding in codings:
         row = encode_box(space, Box("BF16", 7, 3600), new.ctypes.data, old.ctypes.data, coding=coding).row
         assert row is not None

@@ -247,13 +247,36 @@ def write_packed(author: Author) -> None:
     random = np.random.default_rng(4)
     tensors = start_classes(random)
     author.reset(tensors)
-    # 1: of a row each, of which some are not by class. 2: of all rows. 3: without `class`, so without frames. 4: boxes.
+    # 1: of a row each, of which some are not by class. 2: of all rows. 3: all in `gap`, so without frames. 4: boxes.
     for rows_a_shard, codec in ((1, "class"), (99, "class"), (99, "gap")):
         tensors = stepped(tensors, random, 0.01, 0.1)
-        author.publish(tensors, codec=codec, row_elements=5050, small=1000, rows_a_shard=rows_a_shard)  # type: ignore[arg-type]
+        coding = None if codec == "class" else "gap"
+        author.publish(
+            tensors,
+            codec=codec,
+            coding=coding,
+            row_elements=5050,
+            small=1000,
+            rows_a_shard=rows_a_shard,  # type: ignore[arg-type]
+        )
     bits = tensors.bits | {"half.weight": stepped(tensors, random, 0.01).bits["half.weight"]}
     boxes = columns(Geometry(tensors.layout)["F16"], "half.weight", 30, 70)
     author.publish(Tensors(bits, tensors.dtypes, tensors.ties), codec="class", boxes=boxes, rows_a_shard=99)
+
+
+def write_pairs(author: Author) -> None:
+    """Versions 0 to 4 of a stream with steps in half a byte."""
+    random = np.random.default_rng(5)
+    tensors = start_boxes(random)
+    author.reset(tensors)
+    # 1: with many escapes. 2: where few steps are far. 3: boxes. 4: without, so without the feature.
+    tensors = stepped(tensors, random, 0.2)
+    author.publish(tensors, coding="pairs", row_elements=5050, small=1000, rows_a_shard=3)
+    tensors = stepped(tensors, random, 0.02)
+    author.publish(tensors, rows_a_shard=9)
+    tensors = stepped(tensors, random, 0.05)
+    author.publish(tensors, boxes=slices(tensors), rows_a_shard=99, coding="pairs")
+    author.publish(stepped(tensors, random, 0.05), coding="gap", rows_a_shard=99)
 
 
 def cut(boxes: list[Box], row_elements: int) -> Iterator[Box]:
@@ -293,6 +316,12 @@ def make(folder: Path, fill: Callable[[Author], None] = write) -> None:
 
 
 if __name__ == "__main__":
-    streams = {"v1": write, "v1-class": write_classes, "v1-boxes": write_boxes, "v1-packed": write_packed}
+    streams = {
+        "v1": write,
+        "v1-class": write_classes,
+        "v1-boxes": write_boxes,
+        "v1-packed": write_packed,
+        "v1-pairs": write_pairs,
+    }
     for name, fill in streams.items():
         make(Path(sys.argv[1]) / name, fill)

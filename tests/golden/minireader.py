@@ -79,7 +79,7 @@ class MiniReader:
         check(
             manifest["kind"] == "version"
             and manifest["format"] == 1
-            and set(manifest["features"]) <= {"boxes", "class", "packed"},
+            and set(manifest["features"]) <= {"boxes", "class", "packed", "pairs"},
             "format",
         )
         check(
@@ -160,7 +160,10 @@ class MiniReader:
                 "figures of a shard",
             )
             for row in rows:
-                check(row["coding"] != "class" or "class" in manifest["features"], "feature")
+                check(
+                    row["coding"] not in ("class", "pairs") or row["coding"] in manifest["features"],
+                    "feature",
+                )
                 check(not row.get("run") or "boxes" in manifest["features"], "feature")
                 apply(row, spaces[row["dtype"]], flat[row["dtype"]], touched[row["dtype"]])
         return {s.name: flat[d][at : at + s.elements] for d, places in spaces.items() for s, at in places}
@@ -193,7 +196,8 @@ def apply(row: dict[str, Any], places: list[tuple[Spec, int]], space: list[int],
     check(touched.isdisjoint(elements), "overlap")
     touched |= set(elements)
     old = [space[i] for i in elements]
-    escapes = numbers(plane(row["escapes"], row["escaped"] * width), width)
+    escaped = plane(row["escapes"], row["escaped"] * width)
+    escapes = numbers(escaped, width)
     if row["coding"] == "whole":
         check(row["escaped"] == count == length, "whole")
         new = escapes
@@ -204,6 +208,14 @@ def apply(row: dict[str, Any], places: list[tuple[Spec, int]], space: list[int],
         if row["coding"] == "gap":
             positions = gaps(row)
             steps = list(plane(row["steps"], count))
+        elif row["coding"] == "pairs":
+            positions = gaps(row)
+            steps = [half for byte in plane(row["steps"], -(-count // 2)) for half in (byte % 16, byte // 16)]
+            check(count % 2 == 0 or steps.pop() == 0, "last half of a byte")
+            escapes = numbers(
+                bytes(b for i in range(row["escaped"]) for b in escaped[i :: row["escaped"]]), width
+            )
+            steps = [escapes.pop(0) if half == 15 else half for half in steps]
         else:
             dense = plane(row["steps"], length)
             positions = [i for i in range(length) if dense[i]]
@@ -211,7 +223,7 @@ def apply(row: dict[str, Any], places: list[tuple[Spec, int]], space: list[int],
         check(len(positions) == count and 0 not in steps, "count")
         new = list(old)
         for position, step in zip(positions, steps, strict=True):
-            if step == 255:
+            if step == 255 and row["coding"] != "pairs":
                 new[position] = escapes.pop(0)
             else:
                 new[position] += step // 2 if step % 2 == 0 else -(step + 1) // 2

@@ -114,7 +114,7 @@ def every_layout() -> list[Tensors]:
     ]
 
 
-@pytest.mark.parametrize("coding", [None, "gap", "dense", "whole"])
+@pytest.mark.parametrize("coding", [None, "gap", "pairs", "dense", "whole"])
 def test_changes_of_layout(author: Author, coding: Any) -> None:
     """Each step alone, and all from the start; the tensors that stay keep their bits, the others come
     from zero.
@@ -160,7 +160,7 @@ def test_random_histories(data: st.DataObject) -> None:
         else:
             author.publish(
                 tensors,
-                coding=data.draw(st.sampled_from([None, "gap", "dense", "whole"])),
+                coding=data.draw(st.sampled_from([None, "gap", "pairs", "dense", "whole"])),
                 small=1,
                 row_elements=3,
             )

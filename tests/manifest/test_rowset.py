@@ -79,7 +79,7 @@ def rows_of(row_elements: int = 1 << 20, **options: Any) -> tuple[Author, Tensor
 
 
 @pytest.mark.parametrize("row_elements", [1 << 20, 100, 25, 5])
-@pytest.mark.parametrize("coding", ["gap", "dense", "whole"])
+@pytest.mark.parametrize("coding", ["gap", "pairs", "dense", "whole"])
 def test_apply_directly_collect_and_positions_agree(row_elements: int, coding: Any) -> None:
     author, target, rows = rows_of(row_elements, coding=coding)
     assert any(r.is_box for r in rows)
@@ -133,7 +133,7 @@ def test_rebuild_show_and_verify() -> None:
     for seed in range(1, 4):
         target = moved(author.tensors[-1], seed)
         author.publish(target, boxes=slices(target, 100), rows_a_shard=5)
-        assert author.positions[-1].manifest.features == ["boxes"]
+        assert author.positions[-1].manifest.features == ["boxes", "packed", "pairs"]
     check_state(rebuild(author.reader, 3, POOL), author.tensors[3])
     shown = show(author.reader, 3, tensors=True).tensors
     assert shown is not None

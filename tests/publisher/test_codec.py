@@ -24,7 +24,7 @@ def test_by_class(store: FaultStore, publisher_at: At) -> None:
     for version in (1, 2, 3):
         model = trained(model, version)
         manifest = publisher.publish(model).wait()
-        assert manifest.features == ["class", "packed"]
+        assert manifest.features == ["class", "packed", "pairs"]
         assert {r.tensor for r in rows_of(store, manifest) if r.coding == "class"} == {"a", "b"}
         assert_version(store, version, copy_of(model))
     assert publisher.publish(model).wait().features == []  # nothing changed
@@ -34,8 +34,8 @@ def test_by_class(store: FaultStore, publisher_at: At) -> None:
 def test_by_gap_unless_told_otherwise(store: FaultStore, publisher: Publisher) -> None:
     publisher.publish(weights()).wait()
     manifest = publisher.publish(trained(weights(), 1)).wait()
-    assert manifest.features == []
-    assert {r.coding for r in rows_of(store, manifest)} == {"gap"}
+    assert manifest.features == ["packed", "pairs"]
+    assert {r.coding for r in rows_of(store, manifest)} == {"pairs"}
 
 
 def test_gap_joins_tensors_in_rows_and_class_does_not(store: FaultStore, publisher_at: At) -> None:
@@ -75,7 +75,7 @@ def test_versions_that_coalesce_are_coded_anew(store: FaultStore, publisher_at: 
     publisher.publish(states[2])
     waiting = publisher.publish(states[3])
     hold.release()
-    assert waiting.wait().features == ["class", "packed"]
+    assert waiting.wait().features == ["class", "packed", "pairs"]
     assert_version(store, 1, copy_of(states[1]))
     assert_version(store, 2, copy_of(states[3]))
 
@@ -89,5 +89,5 @@ def test_a_release_without_it_stops_by_name(
     monkeypatch.setattr(documents, "FEATURES", frozenset())
     reader = StreamReader.open(store)
     assert reader.manifest(0).features == []
-    with pytest.raises(Unsupported, match=r"features \['class', 'packed'\]"):
+    with pytest.raises(Unsupported, match=r"features \['class', 'packed', 'pairs'\]"):
         reader.manifest(1)

@@ -30,11 +30,21 @@ def by_class(nbytes: int) -> Row:
     return replace(ROW, coding="class", gap_bytes=nbytes, gaps=noise, steps=noise[: nbytes // 3])
 
 
+def in_pairs(nbytes: int) -> Row:
+    """The same with steps in half a byte."""
+    noise = np.random.default_rng(nbytes).bytes(nbytes)
+    return replace(
+        ROW, coding="pairs", count=nbytes, length=10 * nbytes, gap_bytes=nbytes, gaps=noise, steps=noise[::2]
+    )
+
+
 def test_features_of_rows() -> None:
     assert features_of([]) == features_of([ROW]) == set()
     assert features_of([ROW, by_class(100_000), by_class(100_000)]) == {"class"}
     assert features_of([ROW, by_class(9)]) == {"class", "packed"}
     assert features_of([BOX]) == {"boxes"}
+    assert features_of([ROW, in_pairs(9)]) == {"packed", "pairs"}
+    assert features_of([ROW, in_pairs(200_000)]) == {"pairs"}
     assert features_of([replace(by_class(9), run=30, stride=100), ROW]) == {"boxes", "class", "packed"}
 
 
@@ -54,6 +64,13 @@ def test_a_short_table_beside_long_planes_is_shortened_all_the_same() -> None:
     assert is_packed([long])
     assert len(store_shard([long])) < len(encode_shard([long])) - 1500
     assert decode_shard(store_shard([long]), "x") == [long]
+
+
+def test_small_shards_with_pairs_are_packed() -> None:
+    rows = [ROW, in_pairs(900)]
+    assert store_shard(rows)[:4] == MAGIC
+    assert len(store_shard(rows)) < len(encode_shard(rows)) - 1500
+    assert decode_shard(store_shard(rows), "x") == rows
 
 
 @pytest.mark.parametrize(
