@@ -13,7 +13,7 @@ from weightcast.schemas.digest import Digest
 from weightcast.schemas.shard import Row
 
 from .ahead import map_ahead
-from .rowset import Room, ascending, without_overlap
+from .rowset import MakesRoom, Room, ascending, without_overlap
 
 
 def changed_positions(
@@ -42,29 +42,30 @@ def collect(
     overlay: Mapping[str, Changes],
     known: Callable[[Row], tuple[Changes, Digest] | None] = lambda _: None,
     expected: int = 0,
+    room: MakesRoom = Changes.room,
 ) -> tuple[dict[str, Changes], Digest]:
     """Absolute new values of a version, by dtype, and what they do to the digest. Nothing is written.
 
     Old bits are those of `base`, except where `overlay` (changes of the versions in between) has newer ones; of a base
     that is not memory, only bits that `overlay` has may be missing. `known` may have decoded a row before. `expected`,
-    how many changes there are, saves a copy of them if it is right.
+    how many changes there are, saves a copy of them if it is right; `room` gives what they are put in.
     """
     rooms: dict[str, Room] = {}
 
     def placed() -> Iterator[tuple[Row, Changes]]:
         for row in without_overlap(geometry, rows):
             if row.dtype not in rooms:
-                rooms[row.dtype] = Room(geometry[row.dtype], expected)
+                rooms[row.dtype] = Room(geometry[row.dtype], expected, room)
             yield row, rooms[row.dtype].take(row)
 
-    def one(row: Row, room: Changes) -> Digest:
+    def one(row: Row, out: Changes) -> Digest:
         done = known(row)
         if done is not None:
-            room.positions[:], room.values[:] = done[0].positions, done[0].values
+            out.positions[:], out.values[:] = done[0].positions, done[0].values
             return done[1]
         space = geometry[row.dtype]
         old = base if isinstance(base, Memory) else base.get(row.dtype, Changes.none(space))
-        return decode(space, row, old, overlay.get(row.dtype), room)[1]
+        return decode(space, row, old, overlay.get(row.dtype), out)[1]
 
     moved = Digest()
     for digest in map_ahead(pool, lambda task: one(*task), placed()):

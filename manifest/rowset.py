@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
@@ -17,6 +17,9 @@ from weightcast.schemas.shard import Row
 T = TypeVar("T")
 
 Ints = npt.NDArray[np.int64]
+
+MakesRoom = Callable[[FlatSpace, int], Changes]
+"""Gives arrays for so many changes of a space, with anything in them."""
 
 
 def without_overlap(geometry: Geometry, rows: Iterable[Row]) -> Iterator[Row]:
@@ -117,11 +120,12 @@ class Room:
     Args:
         space: of the rows.
         expected: changes of all of them. More than that are put elsewhere, and copied in the end.
+        room: makes room for as many.
     """
 
-    def __init__(self, space: FlatSpace, expected: int) -> None:
+    def __init__(self, space: FlatSpace, expected: int, room: MakesRoom = Changes.room) -> None:
         self._space = space
-        self._block = Changes.room(space, min(expected, space.elements))
+        self._block = room(space, min(expected, space.elements))
         self._used = 0
         self._parts: list[Changes] = []
 

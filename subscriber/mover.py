@@ -25,6 +25,7 @@ from .backlog import Backlog
 from .lookout import Lookout
 from .progress import Progress
 from .rhythm import Rhythm
+from .spare import Spare
 from .stage import stage, stage_relaid
 from .target import Base, Target
 
@@ -68,6 +69,7 @@ class Mover:
         self._fetcher = DeltaFetcher(reader.store, requests, settings.fetch_bytes, settings.connections)
         self._lagging = True  # whether there may be more than the next version
         self._ahead = Ahead(reader.store, self._fetcher, pool, listings, rhythm)
+        self._spare = Spare()
         self._geometry: Geometry | None = None
         self._bad: dict[int, int] = {}  # failures by version
         self._damaged: dict[str, WeightcastError] = {}  # snapshots of no use, by key of their manifest
@@ -240,6 +242,7 @@ class Mover:
                 self._pool,
                 self._settings.fold_bytes,
                 self._ahead.known,
+                self._spare.take,
             )
             self._companions(staged.position)
             with self._touching():

@@ -13,6 +13,7 @@ from weightcast.manifest.chain import Position
 from weightcast.manifest.deltas import changed_positions, collect, fold
 from weightcast.manifest.fetch import DeltaFetcher
 from weightcast.manifest.rebuild import digest_of, retained, under_layout
+from weightcast.manifest.rowset import MakesRoom
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, NotFound, StorageError
 from weightcast.schemas.layout import Layout
@@ -41,6 +42,7 @@ def stage(
     pool: Executor,
     max_bytes: int,
     known: Known = lambda _: None,
+    room: MakesRoom = Changes.room,
 ) -> Staged:
     """Decode the versions of `run`, which follow `at` and share its layout, until `max_bytes` of changes are folded.
 
@@ -49,6 +51,7 @@ def stage(
         base: bits that were proved to be version `at`; only read.
         at, run: where the base is, and the versions after it; at least one is staged.
         known: what a row of the first version does to the base, if that was decoded ahead.
+        room: gives what changes are put in.
 
     Raises:
         NotFound: a shard of the first version is gone. A failure at a later version only ends the run before it.
@@ -63,7 +66,7 @@ def stage(
             fetcher.prefetch(wanted.manifest)
         try:
             rows, expected = fetcher.rows(position.manifest), position.manifest.totals.changed
-            changes, moved = _collect(geometry, rows, base, pool, folded, known, expected)
+            changes, moved = _collect(geometry, rows, base, pool, folded, known, expected, room)
             _prove(position, at.digest + moved)
         except (NotFound, Corrupt, StorageError):
             if not done:
@@ -83,13 +86,14 @@ def _collect(
     folded: Mapping[str, Changes],
     known: Known,
     expected: int,
+    room: MakesRoom,
 ) -> tuple[dict[str, Changes], Digest]:
     """`collect`; of a base that is read, the old bits of a version that `folded` has not are had in one read.
 
     `known` goes by the identity of a row, so that it knows none of a later version than the one it was made for.
     """
     if isinstance(base, Memory):
-        return collect(geometry, rows, base, pool, folded, known, expected)
+        return collect(geometry, rows, base, pool, folded, known, expected, room)
     rows = list(rows)
     wanted = {
         dtype: found[~np.isin(found, folded[dtype].positions, assume_unique=True)]
@@ -98,7 +102,7 @@ def _collect(
         for dtype, found in changed_positions(geometry, rows, pool).items()
     }
     old = base.read({dtype: found for dtype, found in wanted.items() if len(found)})
-    return collect(geometry, rows, old, pool, folded, known, expected)
+    return collect(geometry, rows, old, pool, folded, known, expected, room)
 
 
 def stage_relaid(

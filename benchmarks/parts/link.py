@@ -30,7 +30,7 @@ _DENSITY: Final = 0.01
 _VERSIONS, _FEWER, _WARM = 12, 5, 3
 """Versions that are timed on the link with bars, and on the others; those before them are not."""
 
-_NICE: Final = 10
+_NICE: Final = 19
 """The publisher stands back for the subscriber: what it does after a commit takes no time of another host's."""
 
 _DENSE_S: Final = 4.0  # seconds that fetching part of the dense checkpoint takes, about
@@ -167,7 +167,7 @@ def _table(found: Sequence[dict[str, Any]], model: ModelSpec) -> Table:
         note=f"Medians of {_VERSIONS} versions where there are bars, of {_FEWER} elsewhere, after {_WARM}; both "
         "processes, the S3 server and the link itself share this machine's cores. A version counts as committed when "
         "the store has answered the create of its manifest; what the publisher has to do from there on stands back for "
-        "the subscriber (nice 10), as on hosts of their own. Plain GETs are those of its shards, all at once, over "
+        "the subscriber (nice 19), as on hosts of their own. Plain GETs are those of its shards, all at once, over "
         "connections that are warm (the first: new ones), without decoding. The dense checkpoint is fetched in parts "
         f"of 8 MiB over 8 connections, for about {_DENSE_S:.0f} s; *faster than dense* is against its bytes at full "
         "bandwidth.",

@@ -24,7 +24,7 @@ from ..report import milliseconds, number
 from ..result import Ratio, Result, Table
 
 _BAR_PERCENT: Final = 5.0
-_BUDGET_S: Final = 45.0
+_BUDGET_S: Final = 60.0
 """Seconds of a size after which no further pair of blocks begins."""
 
 _PAIRS: Final = 2
@@ -43,7 +43,7 @@ class _Size:
     threads: int = TRAINER_THREADS
 
 
-_SIZES: Final = (_Size("the demo's own", 192, 2, 12, 8), _Size("a larger", 384, 3, 8, 3))
+_SIZES: Final = (_Size("the demo's own", 192, 2, 16, 8), _Size("a larger", 384, 3, 8, 4))
 _QUICK: Final = (_Size("a tiny", 32, 1, 2, 2),)
 
 

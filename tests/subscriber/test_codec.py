@@ -39,7 +39,7 @@ def trainer(store: FaultStore, trainer_at: Callable[..., Trainer]) -> Trainer:
 def publish(trainer: Trainer, model: Model, seed: int) -> Model:
     """The next version, which has the coding."""
     model = trained(model, seed)
-    assert trainer.publish(model).features == ["class", "packed"]
+    assert trainer.publish(model).features == ["class", "packed", "pairs"]
     return model
 
 
