@@ -15,7 +15,7 @@ _REFERENCES: Final = 2  # to an array that nobody else has: from its `Changes`, 
 
 
 class Spare:
-    """Pages that were used before cost nothing; new ones had to be zeroed first, which took as long as half of decoding.
+    """Pages that were used before cost nothing; new ones have to be zeroed, which took half as long as decoding.
 
     Used by one thread. What it gave is used again as soon as nobody refers to it any more: the changes of one version
     can be given away, or kept, as if they were in memory of their own.
