@@ -83,7 +83,7 @@ def join_pairs(steps: Bytes, pairs: Bytes) -> None:
 
 
 @kernel
-def part_pairs(pairs: Bytes, steps: Bytes) -> bool:
+def part_pairs(pairs: Bytes, steps: Bytes) -> Any:
     """Undo `join_pairs`, to step bytes: 15 becomes 255. False if a half byte is left over and not 0."""
     for i in range(steps.size >> 1):
         low, high = pairs[i] & 15, pairs[i] >> 4
@@ -273,7 +273,9 @@ def apply_some(
     none = 0
     for i in range(steps.size):
         none += steps[i] == 0
-    return apply_marks(steps, escapes, used, relative, olds, news) if none == 0 else -1
+    if none > 0:
+        return -1
+    return apply_marks(steps, escapes, used, relative, olds, news)
 
 
 @kernel
