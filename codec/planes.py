@@ -268,7 +268,7 @@ def escaped_bits(escapes: npt.NDArray[Any], used: int, relative: bool, old: Any)
 @kernel
 def apply_some(
     steps: Bytes, escapes: npt.NDArray[Any], used: int, relative: bool, olds: npt.NDArray[Any], news: npt.NDArray[Any]
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """As `apply_marks`, of at most `STEPPED` changes, none of which may have the step 0."""
     none = 0
     for i in range(steps.size):
