@@ -281,7 +281,7 @@ def apply_some(
 @kernel
 def apply_marks(
     marks: Bytes, escapes: npt.NDArray[Any], used: int, relative: bool, olds: npt.NDArray[Any], news: npt.NDArray[Any]
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """New bits from old ones and at most `STEPPED` step bytes, of which 0 leaves an element as it is.
 
     `relative`: escapes are steps in zigzag, not bits. Escapes used up to there, or minus the number of what is wrong
@@ -305,7 +305,7 @@ def apply_marks(
 @kernel
 def apply_steps(
     steps: Bytes, escapes: npt.NDArray[Any], relative: bool, olds: npt.NDArray[Any], news: npt.NDArray[Any]
-) -> int:
+) -> Any:
     """New bits from old ones, as `apply_some`; 0, or what is wrong.
 
     1: a step is zero; 2: the escapes are not exactly used up; 3: an escape changes nothing.
