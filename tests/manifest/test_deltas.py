@@ -25,6 +25,7 @@ from weightcast.schemas.errors import Corrupt, NotFound
 from weightcast.schemas.manifest import VersionManifest
 from weightcast.schemas.shard import Row
 
+from ..waiting import until
 from .author import POOL, Author, CountingStore, Tensors
 
 
@@ -94,8 +95,9 @@ def test_prefetch_counts_all_versions_together() -> None:
     gate, fetcher = gated(author, 4 * size)
     for position in author.positions[1:]:
         fetcher.prefetch(position.manifest)
+    until(lambda: len(gate.calls) >= 3)
     time.sleep(0.1)
-    assert 3 <= len(gate.calls) <= 5
+    assert len(gate.calls) <= 5
     for position in author.positions[1:]:
         assert tensors_of(fetcher.rows(position.manifest)) == [f"t{i}" for i in range(10)]
     assert len(gate.calls) == 30, "what was prefetched is not fetched again"
@@ -121,8 +123,7 @@ def test_dropping_and_stopping_early_give_the_room_back() -> None:
         del rows  # ends the generator
     gate.calls.clear()
     fetcher.prefetch(author.positions[3].manifest)
-    time.sleep(0.05)
-    assert len(gate.calls) >= 3
+    until(lambda: len(gate.calls) >= 3)
 
 
 def test_a_missing_shard_is_not_found(tmp_path: Any) -> None:
@@ -226,7 +227,7 @@ def test_many_rows_against_the_order_are_checked_quickly() -> None:
     rows = [replace(row, offset=i, digest=Digest()) for i in range(count)][::-1]
     started = time.process_time()
     apply_directly(geometry, rows, memory, POOL)
-    assert time.process_time() - started < 10
+    assert time.process_time() - started < 60  # measured 2; the square of it would be many minutes
     assert memory.tensor("a").tobytes() == b"\1" * count
 
 

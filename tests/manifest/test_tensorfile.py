@@ -157,7 +157,7 @@ def test_b167_impossible_headers(tmp_path: Path, header: object, body: int) -> N
     started = time.process_time()
     with pytest.raises(Corrupt, match=str(path)):
         read_header(path)
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 20
 
 
 @pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 0, 1, 100_000_001])
@@ -229,7 +229,7 @@ def test_b033_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(encode_header(groups[0]) + bytes(400_000))
     assert [e.spec for e in read_header(path)] == groups[0]
-    assert time.thread_time() - started < 10
+    assert time.thread_time() - started < 100  # measured 3; the square of it would be hours
     with safe_open(path, "numpy") as file:
         assert len(file.keys()) == 100_000
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from resource import RUSAGE_SELF, getrusage
 
 import numpy as np
 import pytest
@@ -450,10 +451,10 @@ def test_memory_of_large_tensors_is_not_touched() -> None:
     def load(m: torch.nn.Module, n: str, t: torch.Tensor) -> None:
         m.w.data.copy_((t if n == "a" else t.t().contiguous() if n == "b" else t * 2)[:2, :2])
 
-    started = time.monotonic()
     model = Model({"w": bf16(2, 2)}, load)
+    before = getrusage(RUSAGE_SELF).ru_maxrss  # KiB
     assert loaded(model, layout(a=shape, b=shape, c=shape)).absent == ()
-    assert time.monotonic() - started < 5
+    assert getrusage(RUSAGE_SELF).ru_maxrss - before < 1 << 20
 
 
 @pytest.mark.parametrize("good", [True, False])
@@ -469,7 +470,7 @@ def test_cost_is_linear_in_the_number_of_tensors(good: bool) -> None:
     model = Model({"w": torch.zeros(10_000, 4, 2, dtype=torch.bfloat16)}, load)
     started = time.process_time()
     recording = record(model, layout(**dict.fromkeys(names, (16,))))
-    assert time.process_time() - started < 15  # seconds of one core; measured 3
+    assert time.process_time() - started < 60  # seconds of one core; measured 3
     assert (len(recording.moves), len(recording.refused)) == ((10_000, 0) if good else (0, 10_000))
 
 

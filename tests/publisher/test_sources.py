@@ -342,7 +342,7 @@ def test_b033_a_hundred_thousand_small_tensors(store: FaultStore, publisher: Pub
     start = time.process_time()
     manifest = publisher.publish(state).wait()
     took = time.process_time() - start
-    assert took < 20, (
+    assert took < 100, (
         f"{took:.1f} s of processor time"
     )  # 2 s on idle cores; this only catches another order of growth
     assert (manifest.totals.changed, len(manifest.shards)) == (1, 1)

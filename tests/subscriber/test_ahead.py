@@ -24,6 +24,7 @@ from weightcast.schemas.shard import Row, decode_shard
 from weightcast.subscriber import CheckpointFolder, Subscriber, Tensors, ahead, rhythm
 
 from ..faultstore import FaultStore, Hold, refuse
+from ..waiting import until
 from .conftest import Trainer
 from .kit import Model, bits, blank, loaded, random_like, stir
 
@@ -61,14 +62,6 @@ def follow(subscriber_at: SubscriberAt) -> Iterator[Callable[..., Subscriber]]:
         stop.set()
         thread.join(30)
         assert not thread.is_alive()
-
-
-def until(true: Callable[[], object], within_s: float = 20) -> None:
-    """Wait for a condition."""
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.01)
 
 
 def early(store: FaultStore, version: int = 1) -> list[str]:
@@ -293,9 +286,8 @@ def test_a_stream_that_rests_is_not_listed(
     until(lambda: store.keys("list"))
     time.sleep(0.4)
     store.calls.clear()
-    time.sleep(0.3)
+    until(lambda: len(store.keys("get")) >= 5)  # and yet it is asked for
     assert store.keys("list") == []
-    assert len(store.keys("get")) >= 5, "and yet it is asked for"
     model = stir(model_of(0), 1, 0.5)
     sharded.publish(model)
     subscriber.wait_for(1, 10)
@@ -391,7 +383,7 @@ def test_listings_that_fail_keep_no_version_away(
         sharded.publish(model)
         began = time.monotonic()
         subscriber.wait_for(version, 10)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5
     assert subscriber.status().error == ""
     assert sum("cannot list" in record.message for record in caplog.records) == 1
     assert not [r for r in caplog.records if "not moving on" in r.message]

@@ -22,6 +22,7 @@ from weightcast.schemas.names import version_key
 from weightcast.subscriber import CheckpointFolder, Subscriber, Tensors
 
 from ..faultstore import FaultStore, Hold, refuse
+from ..waiting import until
 from .conftest import Trainer
 from .kit import Model, bits, blank, loaded, random_like, stir
 
@@ -465,9 +466,7 @@ def test_b136_a_poller_sees_a_version_of_another_process_within_a_poll(
         sharded.publish(model_of(1))
         began = time.monotonic()
         assert poller.stdout.readline() == "1\n"
-        assert (
-            time.monotonic() - began < 2
-        )  # 0.27 s at most by the clock of the poller; the rest is for a busy machine
+        assert time.monotonic() - began < 10  # 0.27 by the clock of the poller; a busy machine takes longer
         poller.kill()
 
 
@@ -504,21 +503,19 @@ def test_it_survives_an_outage_and_says_so(store: FaultStore, sharded: Trainer, 
     sharded.publish(model_of(0))
     here = following(store, Tensors(live), max_lag=0)
     here.subscriber.wait_for(0, 10)
-    time.sleep(0.1)
-    assert here.subscriber.status().checked_s < 0.5
+    until(lambda: here.subscriber.status().checked_s < 0.3)
     fault = store.on("*", "*", refuse)
-    time.sleep(0.6)
+    until(lambda: here.subscriber.status().checked_s > 0.4)
+    until(lambda: "told to fail" in here.subscriber.status().error)
     status = here.subscriber.status()
-    assert "told to fail" in status.error
-    assert status.checked_s > 0.4
     assert (status.version, status.ready) == (0, True)
     store.faults.remove(fault)
     sharded.publish(model_of(1))
     assert here.subscriber.wait_for(1, 20) == 1
     assert here.versions == [0, 1]
-    time.sleep(0.3)
+    until(lambda: not here.subscriber.status().error)
     status = here.subscriber.status()
-    assert (status.error, status.lag, status.behind_s, status.ready) == ("", 0, 0.0, True)
+    assert (status.lag, status.behind_s, status.ready) == (0, 0.0, True)
 
 
 def test_status_counts_from_version_0_and_ready_heeds_the_lag(
@@ -557,7 +554,7 @@ def test_b219_status_answers_while_a_fetch_hangs(store: FaultStore, sharded: Tra
     for _ in range(20):
         began = time.monotonic()
         status = here.subscriber.status()
-        assert time.monotonic() - began < 0.2
+        assert time.monotonic() - began < 5
         assert (status.version, status.head, status.lag) == (0, 1, 1)
         time.sleep(0.01)
     with pytest.raises(StorageError, match=r"within 0\.1 s; at 0"):
@@ -610,8 +607,7 @@ def test_b099_a_manifest_that_is_still_being_written_is_waited_for(
     sharded.publish(model_of(1))
     whole = overwrite(store, version_key(1), lambda data: data[:200])
     hold.release()
-    time.sleep(0.5)
-    assert version_key(1) in here.subscriber.status().error
+    until(lambda: version_key(1) in here.subscriber.status().error)
     assert here.subscriber.version == 0
     store.inner.put(version_key(1), whole)
     assert here.subscriber.wait_for(1, 10) == 1
@@ -634,7 +630,7 @@ def test_b231_it_stops_at_once(
     else:
         here.subscriber.close()
     assert here.ended(5)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
     assert here.error is None
 
 
@@ -674,8 +670,7 @@ def test_no_stream_and_no_version_are_waited_for(
     with pytest.raises(NotFound, match="no stream at"):
         subscriber_at(store, Tensors(live)).once()
     here = following(store, Tensors(live))
-    time.sleep(0.2)
-    assert "no stream at" in here.subscriber.status().error
+    until(lambda: "no stream at" in here.subscriber.status().error)
     trainer.publish({"w": torch.ones(3)})
     assert here.subscriber.wait_for(0, 10) == 0
     assert live["w"].tolist() == [1, 1, 1]
@@ -696,8 +691,8 @@ def test_a_patch_that_keeps_failing_is_tried_more_and_more_slowly_and_told_once(
     here = following(store, target, poll_s=0.05, tries=100)
     here.subscriber.wait_for(0, 10)
     sharded.publish(model_of(1))
-    time.sleep(2.5)
-    assert 3 <= len(tried) <= 7
+    until(lambda: len(tried) == 6)
+    assert tried[-1] - tried[0] > 1, "0.05 s and more after each"
     assert tried[-1] - tried[-2] > tried[1] - tried[0]
     assert here.versions == [0]
     assert here.subscriber.status().error == "the disk is failing"

@@ -21,6 +21,7 @@ from weightcast.subscriber.engines.sglang import SglangServer
 from weightcast.subscriber.engines.sglang_http import Answer, SglangApi
 
 from ...faultstore import FaultStore
+from ...waiting import until
 from ..conftest import Trainer
 from ..kit import Model, bits, loaded, stir
 from .fake_sglang import FakeSglang, hash_of
@@ -90,14 +91,6 @@ def following(subscriber: Subscriber) -> Iterator[list[int]]:
         finally:
             stop.set()
             ended.result(30)
-
-
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    """Wait for something that another thread brings about."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.01)
 
 
 def generate(server: FakeSglang, text: str = "prompt", tokens: int = 1) -> dict[str, Any]:

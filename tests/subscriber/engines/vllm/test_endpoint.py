@@ -579,7 +579,7 @@ def test_b219_other_requests_are_answered_while_ranks_and_files_are_slow(
     plain = ops.write_document
 
     def slow_write(path: Path, document: Any) -> None:
-        time.sleep(0.7)
+        time.sleep(3)
         plain(path, document)
 
     monkeypatch.setattr(ops, "write_document", slow_write)
@@ -601,7 +601,7 @@ def test_b219_other_requests_are_answered_while_ranks_and_files_are_slow(
     finally:
         done.set()
         thread.join()
-    assert 0 < longest < 0.6
+    assert 0 < longest < 2.5
 
 
 def test_state_answers_in_time_whatever_the_ranks_do(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -609,14 +609,14 @@ def test_state_answers_in_time_whatever_the_ranks_do(server: Server, monkeypatch
 
     async def hang(call: str) -> None:
         if call == "state":
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(5)
 
     server.client.before = hang
     began = time.perf_counter()
     answer = server.http.get("/weightcast/state", headers={"authorization": f"Bearer {TOKEN}"})
     assert answer.status_code == 500
     assert answer.json()["kind"] == "storage"
-    assert time.perf_counter() - began < 0.4
+    assert time.perf_counter() - began < 4
 
 
 def test_bits_that_are_no_numbers_arrive_as_they_are(server: Server) -> None:
