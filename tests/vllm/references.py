@@ -63,10 +63,13 @@ class References:
         self._log = folder / f"engines-{core}.log"
         self._program: subprocess.Popen[str] | None = None
 
-    def of(self, model: Path, *, layout: str = "all", ranks: int = 1, **options: Any) -> Rows:
-        """The probe's answers of an engine that was started on the checkpoint `model`."""
+    def of(self, model: Path, *, layout: str = "all", ranks: int = 1, nth: int = 0, **options: Any) -> Rows:
+        """The probe's answers of the nth engine that was started on the checkpoint `model`."""
         flags = sorted(name for name, value in options.items() if value)
-        path = self._folder / f"{'-'.join([model.parent.name, model.name, layout, str(ranks), *flags])}.json"
+        path = (
+            self._folder
+            / f"{'-'.join([model.parent.name, model.name, layout, str(ranks), str(nth), *flags])}.json"
+        )
         if ranks > 1:
             options["tensor_parallel_size"] = ranks
         cores = "|".join(map(str, range(ranks))) if ranks > 1 else str(self._core)

@@ -49,7 +49,7 @@ def test_b109_killed_while_the_engine_is_paused(live: Live, point: str) -> None:
         sidecar.kill()
     with live.sidecar():
         check_whole(live)
-    assert live.probe() == live.fresh(live.feed.head)
+    live.assert_fresh(live.feed.head)
 
 
 @pytest.mark.parametrize("delay_s", [0.05, 0.2, 0.4])

@@ -76,10 +76,10 @@ def test_a_stale_prefix_cache_does_not_survive_an_update(live: Live) -> None:
             live.feed.reveal(live.feed.head + 1)
             sidecar.wait_applied(live.feed.head)
             after = live.server.probe(prompts=long)
-    fresh = live.fresh(live.feed.head)[0]
-    assert after == fresh[3:]
     assert after != before
-    assert live.probe() == [fresh]
+    answers = live.probe()
+    assert after == answers[0][3:]
+    live.assert_fresh(live.feed.head, answers)
 
 
 def test_nan_payloads_and_negative_zero_reach_the_live_weights(live: Live) -> None:

@@ -34,7 +34,7 @@ def test_a_rank_that_fails_once_is_healed_by_the_same_values(live: Live, action:
         live.server.wait_struck("write")
         sidecar.wait_applied(live.feed.head)
         live.server.wait_held(live.feed.head)
-        assert live.probe() == live.fresh(live.feed.head)
+        live.assert_fresh(live.feed.head)
         assert live.server.verify().good
 
 
@@ -59,7 +59,7 @@ def test_b187_a_rank_that_keeps_failing_leaves_the_engine_paused_and_not_ready(l
         sidecar.wait_applied(live.feed.head, timeout_s=120)
         asked.join(60)
         assert len(answers) == 1  # nobody was refused
-        assert live.probe() == live.fresh(live.feed.head)
+        live.assert_fresh(live.feed.head)
         assert server.verify().good
         wait_for(sidecar.ready, 30, "readiness")
 
@@ -76,5 +76,5 @@ def test_b193_a_killed_rank_ends_the_server_and_a_restarted_one_is_brought_to_th
         wait_for(lambda: not sidecar.ready(), 60, "a sidecar that is not ready")
         server.restart()
         server.wait_held(live.feed.head, timeout_s=120)
-        assert live.probe() == live.fresh(live.feed.head)
+        live.assert_fresh(live.feed.head)
         assert sidecar.process.poll() is None

@@ -53,4 +53,4 @@ def test_stock_cpu_kernels_follow_through_a_mirror(serve: Callable[..., Live], t
         for _ in range(2):
             live.feed.reveal(live.feed.head + 1)
             running.wait_applied(live.feed.head)
-            assert live.probe() == live.fresh(live.feed.head)
+            live.assert_fresh(live.feed.head)
