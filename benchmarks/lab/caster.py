@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any, cast
 
 from pydantic import BaseModel
@@ -15,7 +16,7 @@ from weightcast.publisher import Publisher, PublisherSettings
 from weightcast.schemas.names import VERSIONS_PREFIX
 
 from .models import ModelSpec
-from .seaweed import seaweed
+from .seaweed import Seaweed, seaweed
 from .side import say
 
 
@@ -38,7 +39,7 @@ class CasterJob(BaseModel):
 
 
 class Witness:
-    """Passes everything on to another store, and notes when the create of a version was answered: the commit.
+    """Passes everything on to another store, and tells when the create of a version was answered: the commit.
 
     Whoever waits for `publish()` is told later, once the publisher's own copy has moved on.
     """
@@ -52,6 +53,7 @@ class Witness:
         found = self._store.create(key, data)
         if key.startswith(VERSIONS_PREFIX):
             self.created_at = time.monotonic()
+            say("created")
         return found
 
     def __getattr__(self, name: str) -> Any:
@@ -62,18 +64,15 @@ def main() -> None:
     """Publish a version at each command, and say when it was committed, by the clock that all processes share."""
     job = CasterJob.model_validate_json(sys.argv[1])
     with ExitStack() as stack:
-        root, environment = job.root, dict[str, str]()
-        if not root:
-            server = stack.enter_context(seaweed(job.address))
-            root, environment = server.root, server.environment
+        server = Seaweed(job.root, {}) if job.root else stack.enter_context(seaweed(job.address))
         os.nice(job.nice)  # this thread, and those that it starts from here on
         source = job.model.make()
         model = source.tensors()
-        store = Witness(open_store(root))
+        store = Witness(open_store(server.root))
         settings = PublisherSettings(**job.settings)
-        publisher = stack.enter_context(Publisher(root, settings, store=cast(Store, store)))
+        publisher = stack.enter_context(Publisher(server.root, settings, store=cast(Store, store)))
         manifest = publisher.publish(model, step=0).wait()
-        say("ready", root=root, environment=environment, dense_bytes=manifest.totals.dense_bytes)
+        say("ready", **asdict(server), dense_bytes=manifest.totals.dense_bytes)
         for _ in sys.stdin:
             source.move(model)
             began = time.monotonic()

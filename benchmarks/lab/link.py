@@ -38,6 +38,11 @@ class Link:
             raise OSError("the link's process has no output")
         self._spaces: list[int] = json.loads(process.stdout.readline())
 
+    @property
+    def pid(self) -> int:
+        """Of the process that is the link."""
+        return self._process.pid
+
     def set(self, bits_s: float, round_trip_s: float) -> None:
         """Make it so fast and so long, from now on."""
         if self._process.stdin is None:

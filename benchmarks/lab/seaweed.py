@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -37,10 +37,12 @@ class Seaweed:
     Attributes:
         root: URL of an empty prefix.
         environment: variables that lead an S3 client there.
+        pid: of its process; 0 before it runs.
     """
 
     root: str
     environment: dict[str, str]
+    pid: int = 0
 
 
 def weed_program() -> str | None:
@@ -75,7 +77,7 @@ def seaweed(address: str = "127.0.0.1") -> Iterator[Seaweed]:
         try:
             os.environ.update(found.environment)
             _wait(endpoint, found)
-            yield found
+            yield replace(found, pid=server.pid)
         finally:
             server.send_signal(signal.SIGKILL)  # it takes half a minute to end by itself
             server.wait()

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any, Final
 
+from weightcast.schemas.errors import StorageError
+
 from ..data import LAYER_ELEMENTS
 from ..lab.caster import CasterJob
+from ..lab.cores import Cores
 from ..lab.link import Link, slow_link, why_not
 from ..lab.models import ModelSpec
 from ..lab.receiver import ReceiverJob
@@ -29,6 +32,8 @@ _BAR, _DENSE_BAR = 1.25, 30.0
 _DENSITY: Final = 0.01
 _VERSIONS, _FEWER, _WARM = 12, 5, 3
 """Versions that are timed on the link with bars, and on the others; those before them are not."""
+
+_PROCESSES: Final = ("subscriber", "publisher", "S3 server", "link")
 
 _NICE: Final = 19
 """The publisher stands back for the subscriber: what it does after a commit takes no time of another host's."""
@@ -57,12 +62,18 @@ def run(options: Options) -> Result:
             job = ReceiverJob(root=ready["root"], model=model)
             with Side("receiver", job, before=link.at(1), environment=ready["environment"]) as receiver:
                 receiver.hear("ready")
-                bench = _Bench(link, caster, receiver, ready["dense_bytes"])
+                pids = dict(zip(_PROCESSES, (receiver.pid, caster.pid, ready["pid"], link.pid), strict=True))
+                bench = _Bench(link, caster, receiver, ready["dense_bytes"], pids)
                 found = []
                 for at in links:
                     versions = options.pick(_VERSIONS if at == _NAMED else _FEWER, 2)
                     found += bench.measure(at, versions, ahead=at in _AHEAD)
-    return Result(part="link", tables=[_table(found, model)], ratios=_ratios(found), figures={"links": found})
+    return Result(
+        part="link",
+        tables=[_table(found, model), _shares(found)],
+        ratios=_ratios(found),
+        figures={"links": found},
+    )
 
 
 @dataclass
@@ -73,6 +84,7 @@ class _Bench:
     caster: Side
     receiver: Side
     dense_bytes: int
+    pids: dict[str, int]
 
     def measure(self, at: tuple[float, float], versions: int, *, ahead: bool) -> list[dict[str, Any]]:
         """One link: versions, with `ahead` again with cut-through; the same bytes and dense ones by plain GETs."""
@@ -100,15 +112,23 @@ class _Bench:
         self.receiver.tell(way)
         self.receiver.hear("applied")  # where it is
         arrived, whole, sizes = [], [], []
+        taken: dict[str, list[Cores]] = {name: [] for name in self.pids}
         for number_ in range(_WARM + versions):
             time.sleep(_PAUSES[number_ % len(_PAUSES)])
             self.caster.tell("publish")
+            self.caster.hear("created")
+            before = self._cores()
+            applied = self.receiver.hear("applied")
+            after = self._cores()
             committed = self.caster.hear("committed")
-            applied = self.receiver.hear("applied", version=committed["version"])
+            if applied["version"] != committed["version"]:
+                raise StorageError(f"version {applied['version']} was applied, not {committed['version']}")
             if number_ >= _WARM:
                 arrived.append(applied["at"] - committed["at"])
                 whole.append(applied["at"] - committed["began"])
                 sizes.append(committed["bytes"])
+                for name in self.pids:
+                    taken[name].append(after[name] - before[name])
         self.receiver.tell("stop")
         bound = median(sizes) * 8 / (rate * _GBIT) + 2 * trip
         return {
@@ -123,7 +143,14 @@ class _Bench:
             "bound_s": bound,
             "over_bound": median(arrived) / bound,
             "all_s": arrived,
+            "cores": {
+                name: {"used_s": median(c.used_s for c in each), "waited_s": median(c.waited_s for c in each)}
+                for name, each in taken.items()
+            },
         }
+
+    def _cores(self) -> dict[str, Cores]:
+        return {name: Cores.of(pid) for name, pid in self.pids.items()}
 
 
 def _table(found: Sequence[dict[str, Any]], model: ModelSpec) -> Table:
@@ -144,7 +171,7 @@ def _table(found: Sequence[dict[str, Any]], model: ModelSpec) -> Table:
     ]
     rows = [
         [
-            f"{f['gbit_s']:g} Gbit/s" + (", cut-through" if f["ahead"] else ""),
+            _name(f),
             milliseconds(f["round_trip_s"]),
             number(f["bytes"] / 1e6),
             milliseconds(f["arrived_s"]),
@@ -172,6 +199,31 @@ def _table(found: Sequence[dict[str, Any]], model: ModelSpec) -> Table:
         f"of 8 MiB over 8 connections, for about {_DENSE_S:.0f} s; *faster than dense* is against its bytes at full "
         "bandwidth.",
     )
+
+
+def _shares(found: Sequence[dict[str, Any]]) -> Table:
+    """Who had the cores while a version was on its way."""
+    head = ["link", "round trip, ms", "commit to applied, ms"]
+    for name in _PROCESSES:
+        head += [f"{name}: ran, ms", "waited, ms"]
+    rows = []
+    for f in found:
+        row = [_name(f), milliseconds(f["round_trip_s"]), milliseconds(f["arrived_s"])]
+        for name in _PROCESSES:
+            row += [milliseconds(f["cores"][name]["used_s"]), milliseconds(f["cores"][name]["waited_s"])]
+        rows.append(row)
+    return Table(
+        title="The same, by who had the cores from commit to applied",
+        head=head,
+        rows=rows,
+        note="Medians, of all threads of a process together, as the kernel counts them (schedstat): how long they ran, "
+        "and how long they could have run, but another one had the core. On hosts of its own a subscriber waits for "
+        "its own threads alone.",
+    )
+
+
+def _name(found: dict[str, Any]) -> str:
+    return f"{found['gbit_s']:g} Gbit/s" + (", cut-through" if found["ahead"] else "")
 
 
 def _ratios(found: Sequence[dict[str, Any]]) -> list[Ratio]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ import torch
 from weightcast.benchmarks import yardsticks
 from weightcast.benchmarks.contest import Pair, entries
 from weightcast.benchmarks.data import U16, Walk, layers, rate_for, states, to_bf16
+from weightcast.benchmarks.lab.cores import Cores
 from weightcast.benchmarks.lab.delay import Lane
 from weightcast.benchmarks.lab.memory import peak, resident_bytes
 from weightcast.benchmarks.lab.models import Model, ModelSpec, Wandering, check_same, same_bits
@@ -164,3 +168,13 @@ def test_memory_is_told_as_the_kernel_counts_it() -> None:
     assert resident_bytes() == pytest.approx(resident_bytes(pid="self"), rel=0.1)
     with pytest.raises(OSError, match="VmNone"):
         resident_bytes("VmNone")
+
+
+def test_cores_are_those_of_all_threads() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()  # the thread is there
+        before, cpu_s = Cores.of(os.getpid()), time.process_time()
+        pool.submit(sum, range(10_000_000)).result()
+        taken, cpu_s = Cores.of(os.getpid()) - before, time.process_time() - cpu_s
+    assert taken.used_s == pytest.approx(cpu_s, rel=0.2)
+    assert taken.waited_s >= 0

@@ -184,6 +184,7 @@ def test_link(run: Run) -> None:
         assert link["dense_gbit_s"] < 1.02
         assert min(link["plain_s"], link["plain_first_s"]) > 0.06
         assert link["bound_s"] == pytest.approx(0.12 + link["bytes"] * 8e-9)
+        assert 0 < link["cores"]["subscriber"]["used_s"] < 2 * link["arrived_s"] + 1
         assert link["over_bound"] == pytest.approx(link["arrived_s"] / link["bound_s"])
 
 
