@@ -9,18 +9,18 @@ import numpy.typing as npt
 
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt, UsageError
-from weightcast.schemas.shard import CODINGS, GAPPED, Row, has_possible_planes
+from weightcast.schemas.shard import GAPPED, Row, fault_of
 
 from . import classes, kernels, kernels_apply, kernels_boxes
 from .changes import Changes, within
 from .digest import change_digest
 from .jit import TAGS
+from .kernels_gaps import read_gaps
+from .kernels_moves import apply_steps, find_some, part_pairs
 from .memory import UNSIGNED, Memory
-from .planes import apply_steps, expand_plane, find_some, joined_bytes, part_pairs, read_gaps
+from .planes import expand_plane, joined_bytes
 from .scratch import Scratch
 from .space import FlatSpace
-
-MAX_GAP_SHIFT = 24  # bits: a row has at most 2^24 elements
 
 _STEP_FAULTS: Final = {
     1: "a changed element has step 0",
@@ -28,12 +28,16 @@ _STEP_FAULTS: Final = {
     3: "an escaped element has equal old and new bits",
 }
 
+_FAR: Final = 255
+"""Step byte of an element that is escaped."""
+
 _NONE: Final = np.frombuffer(b"", np.uint8)
 
 _scratch = Scratch()
 
 _Ints = npt.NDArray[np.int64]
 _Bits = npt.NDArray[Any]
+_Bytes = npt.NDArray[np.uint8]
 
 
 def decode(
@@ -65,9 +69,10 @@ def decode(
         old = _scratch.take("old", row.count, found.values.dtype)
         return found, change_plainly(space, row, start, base, old, found, write=False)
     else:
-        steps = _positions(row, start, found.positions)
+        steps = np.empty(row.count, np.uint8)
+        _positions(row, start, found.positions, steps)
         old = _old_bits(space, base, overlay, found.positions)
-        found.values[:] = new_bits(space, row, found.positions, steps, old)
+        new_bits(space, row, found.positions, steps, old, found.values)
     return found, change_digest(space, found.positions, old, found.values)
 
 
@@ -87,7 +92,7 @@ def change_plainly(
     if row.coding == "dense":
         marks, steps = _marks(row), _NONE
     else:
-        marks, steps = _NONE, _steps(row)
+        marks, steps = _NONE, _step_plane(row)
     fault, *lanes = kernels_apply.change_row(
         memory.addresses(space), space.starts, space.seeds, space.tensor_at(start), start, row.length, row.gap_shift,
         expand_plane(row.gaps, row.gap_bytes, row.tensor, "gaps"), np.frombuffer(row.lows, np.uint8), marks, steps,
@@ -117,13 +122,14 @@ def change_densely(space: FlatSpace, row: Row, start: int, memory: Memory) -> Di
     return Digest(*map(int, lanes))
 
 
-def new_bits(space: FlatSpace, row: Row, places: _Ints, steps: npt.NDArray[np.uint8], old: _Bits) -> _Bits:
-    """The bits after a row's changes, whatever its coding but `class`.
+def new_bits(space: FlatSpace, row: Row, places: _Ints, steps: _Bytes, old: _Bits, out: _Bits) -> None:
+    """Write the bits after a row's changes to `out`, whatever its coding but `class`.
 
     Args:
         places: of the changes, flat elements.
         steps: of the changes, as `interval_positions` gives them.
-        old: the bits there before.
+        old: the bits there before; not looked at if the coding is `whole`.
+        out: the result, as many.
 
     Raises:
         Corrupt: steps or escapes break a rule of docs/format.md.
@@ -135,12 +141,11 @@ def new_bits(space: FlatSpace, row: Row, places: _Ints, steps: npt.NDArray[np.ui
             raise Corrupt(
                 f"row of tensor {row.tensor!r}: bits have digest {found}, the row says {row.digest}"
             )
-        return escapes
-    values = np.empty_like(old)
-    fault = apply_steps(steps, escapes, row.coding == "pairs", old, values)
+        out[:] = escapes
+        return
+    fault = apply_steps(steps, escapes, row.coding == "pairs", old, out)
     if fault:
         raise _wrong_steps(row, fault)
-    return values
 
 
 def positions(space: FlatSpace, row: Row) -> npt.NDArray[np.int64]:
@@ -167,85 +172,76 @@ def check(space: FlatSpace, row: Row) -> None:
     start = place_of(space, row)
     if row.coding == "class":
         classes.check(row)
-    elif row.coding != "whole":
-        _positions(row, start, np.empty(row.count, np.int64))
+        return
+    at, steps = np.empty(row.count, np.int64), np.empty(row.count, np.uint8)
+    _positions(row, start, at, steps)
+    escapes = _escapes(row, UNSIGNED[space.width])
+    if row.coding == "whole":
+        new_bits(space, row, at, steps, escapes, np.empty_like(escapes))
+    elif not steps.all():
+        raise _wrong_steps(row, 1)
+    elif np.count_nonzero(steps == _FAR) != row.escaped:
+        raise _wrong_steps(row, 2)
+    elif row.coding == "pairs" and not escapes.all():  # the step 0
+        raise _wrong_steps(row, 3)
 
 
 def place_of(space: FlatSpace, row: Row) -> int:
     """Check the figures of `row`, so that what a reader allocates is bounded; flat start of the interval or box."""
     start = space.locate(row)
-    if row.coding not in CODINGS:
-        raise Corrupt(f"row of tensor {row.tensor!r} has coding {str(row.coding)[:32]!r}")
-    if not 1 <= row.count <= row.length or not 0 <= row.escaped <= row.count:
-        raise Corrupt(
-            f"row of tensor {row.tensor!r}: {row.escaped} escapes of {row.count} changes in {row.length}"
-        )
-    if row.coding == "class":
-        if row.dtype not in classes.EXPONENTS or not has_possible_planes(row):
-            raise Corrupt(
-                f"row of tensor {row.tensor!r} in coding class: {row.tensors} tensors of {row.dtype}, {row.escaped} "
-                f"escapes, gap_bytes {row.gap_bytes} of {len(row.gaps)}, or planes that the coding does not use"
-            )
-        return start
-    gapped = row.coding in GAPPED
-    if row.coding == "whole" and not row.escaped == row.count == row.length:
-        raise Corrupt(f"row of tensor {row.tensor!r} is whole, but has {row.count} changes in {row.length}")
-    if not 0 <= row.gap_shift <= (MAX_GAP_SHIFT if gapped else 0):
-        raise Corrupt(f"row of tensor {row.tensor!r}: gap_shift {row.gap_shift} in coding {row.coding}")
-    least, most = (row.count, row.count + (row.length >> row.gap_shift) // 255) if gapped else (0, 0)
-    if not least <= row.gap_bytes <= most:
-        raise Corrupt(f"row of tensor {row.tensor!r}: gap_bytes {row.gap_bytes}, expected {least} to {most}")
-    if len(row.lows) != -(-row.count * row.gap_shift // 8):
-        raise Corrupt(f"row of tensor {row.tensor!r}: {len(row.lows)} bytes of lows for {row.count} changes")
-    unused = {"dense": (row.gaps,), "whole": (row.gaps, row.steps)}.get(row.coding, ())
-    if any(unused):
-        raise Corrupt(f"row of tensor {row.tensor!r} has planes that its coding {row.coding} does not use")
+    fault = fault_of(row)
+    if not fault and row.coding == "class" and row.dtype not in classes.EXPONENTS:
+        fault = f"is coded by class, which {row.dtype} has no exponents for"
+    if fault:
+        raise Corrupt(f"row of tensor {row.tensor!r} {fault}")
     return start
 
 
-def _positions(row: Row, start: int, out: _Ints) -> npt.NDArray[np.uint8]:
-    """Write the flat positions of the changes of a row with checked figures to `out`; their step bytes."""
-    steps = interval_positions(row, 0 if row.is_box else start, out)
+def _positions(row: Row, start: int, out: _Ints, steps: _Bytes | None = None) -> None:
+    """Write the flat positions of the changes of a row with checked figures to `out`, their step bytes to `steps`."""
+    interval_positions(row, 0 if row.is_box else start, out, steps)
     if row.is_box:
         kernels_boxes.spread(out, start, *row.spacing)
-    return steps
 
 
-def interval_positions(row: Row, start: int, out: _Ints) -> npt.NDArray[np.uint8]:
-    """The same of a row whose elements are side by side. `whole` has no steps."""
+def interval_positions(row: Row, start: int, out: _Ints, steps: _Bytes | None = None) -> None:
+    """The same of a row whose elements are side by side. `whole` has no steps. None: they are not wanted."""
     if row.coding == "whole":
         out[:] = np.arange(start, start + row.length)
-        return np.empty(0, np.uint8)
+        return
     if row.coding == "dense":
-        nonzero = np.empty(row.count, np.uint8)
-        find_some(_marks(row), 0, start, out, nonzero)
-        return nonzero
-    steps = _steps(row)
+        find_some(_marks(row), 0, start, out, np.empty(row.count, np.uint8) if steps is None else steps)
+        return
+    if steps is not None and row.coding == "pairs":
+        part_pairs(_step_plane(row), steps)
+    elif steps is not None:
+        steps[:] = _step_plane(row)
     gaps = expand_plane(row.gaps, row.gap_bytes, row.tensor, "gaps")
     lows = np.frombuffer(row.lows, np.uint8)
     if not read_gaps(gaps, lows, row.gap_shift, row.length, start, out):
         raise _wrong_gaps(row)
-    return steps
 
 
 def _escapes(row: Row, dtype: npt.DTypeLike) -> _Bits:
     """The escaped elements of a row whose elements are of this dtype: bits, or steps if the coding is `pairs`."""
     width = np.dtype(dtype).itemsize
     data = expand_plane(row.escapes, row.escaped * width, row.tensor, "escapes")
-    return (joined_bytes(data, width) if row.coding == "pairs" else data).view(dtype)
+    found = (joined_bytes(data, width) if row.coding == "pairs" else data).view(dtype)
+    found.flags.writeable = False  # or it depends on their number, and kernels are compiled for either
+    return found
 
 
-def _steps(row: Row) -> npt.NDArray[np.uint8]:
-    """The step bytes of the changes of a row in coding `gap` or `pairs`."""
+def _step_plane(row: Row) -> _Bytes:
+    """The steps of a row in coding `gap`, a byte each, or `pairs`, two in a byte."""
     if row.coding == "gap":
         return expand_plane(row.steps, row.count, row.tensor, "steps")
-    steps = np.empty(row.count, np.uint8)
-    if not part_pairs(expand_plane(row.steps, -(-row.count // 2), row.tensor, "steps"), steps):
+    pairs = expand_plane(row.steps, -(-row.count // 2), row.tensor, "steps")
+    if row.count % 2 and pairs[-1] > 15:
         raise Corrupt(f"row of tensor {row.tensor!r}: the steps do not end with {row.count} changes")
-    return steps
+    return pairs
 
 
-def _marks(row: Row) -> npt.NDArray[np.uint8]:
+def _marks(row: Row) -> _Bytes:
     """The plane of a dense row: a byte an element, of which as many as there are changes are not 0."""
     marks = expand_plane(row.steps, row.length, row.tensor, "steps")
     if np.count_nonzero(marks) != row.count:

@@ -17,9 +17,10 @@ from weightcast.schemas.shard import Codec, Coding, Row
 from . import classes
 from .find import Found, find
 from .jit import TAGS
-from .kernels import code_steps, gather
+from .kernels import gather
+from .kernels_moves import ESCAPES_OF_PAIRS, code_steps, spread_steps, write_changes
 from .memory import UNSIGNED, Memory
-from .planes import MOST_OF_PAIR, MOST_STEP, compress_plane, parted_bytes, spread_steps, write_changes
+from .planes import compress_plane, parted_bytes
 from .space import FlatSpace, Interval, Place
 
 DENSE_DENSITY: Final = 0.5
@@ -202,7 +203,8 @@ def _class(found: Found, coded: classes.Coded) -> Planes:
     return Planes("class", len(found), 0, gap_bytes=len(coded.gaps), gaps=coded.gaps, steps=coded.steps)
 
 
-_MOST_STEPS: Final[dict[Coding | None, int]] = {"gap": MOST_STEP, "pairs": MOST_OF_PAIR}
+_SHARES: Final[dict[Coding | None, float]] = {"gap": -1.0, "pairs": 1.0}
+"""Of changes that may be escaped in pairs where a coding is asked for: none of them, all of them."""
 
 
 def _gapped(found: Found, level: int, coding: Coding | None) -> Planes:
@@ -215,7 +217,7 @@ def _gapped(found: Found, level: int, coding: Coding | None) -> Planes:
     low_bytes = -(-count * shift // 8)
     lows = np.empty(low_bytes + 8, np.uint8)
     escaped, gap_bytes, paired = write_changes(
-        found.positions, found.olds, found.news, count, shift, _MOST_STEPS.get(coding, 0),
+        found.positions, found.olds, found.news, count, shift, _SHARES.get(coding, ESCAPES_OF_PAIRS),
         steps, pairs, escapes, gaps, lows,
     )  # fmt: skip
     return Planes(
@@ -227,7 +229,7 @@ def _gapped(found: Found, level: int, coding: Coding | None) -> Planes:
 
 def _dense(found: Found, level: int) -> Planes:
     steps, escapes = np.empty(len(found), np.uint8), np.empty(len(found), found.olds.dtype)
-    escaped = code_steps(found.olds, found.news, len(found), MOST_STEP, False, steps, escapes)
+    escaped = code_steps(found.olds, found.news, len(found), False, steps, escapes)
     plane = np.zeros(found.length, np.uint8)
     spread_steps(found.positions, len(found), steps, plane)
     return Planes(

@@ -168,27 +168,6 @@ def read_marked(
 
 
 @kernel
-def code_steps(
-    olds: Bits, news: Bits, count: int, most: int, relative: bool, steps: Bytes, escapes: Bits
-) -> int:
-    """Write the step of each change; how many are escaped.
-
-    Those above `most` are written as `most` + 1, and to `escapes`: the step in zigzag if `relative`, else the new bits.
-    """
-    escaped = 0
-    sign = olds.itemsize * 8 - 1
-    for i in range(count):
-        step = np.uint64(news[i]) - np.uint64(olds[i])
-        wrapped = step << np.uint64(63 - sign)  # the sign of the step, as 64 bits of it
-        zigzag = ((wrapped << np.uint64(1)) ^ np.uint64(np.int64(wrapped) >> 63)) >> np.uint64(63 - sign)
-        fits = zigzag <= np.uint64(most)
-        steps[i] = zigzag if fits else np.uint64(most + 1)
-        escapes[escaped] = zigzag if relative else np.uint64(news[i])
-        escaped += not fits
-    return escaped
-
-
-@kernel
 def digest_change(
     starts: Ints, seeds: Words, first: int, positions: Any, start: int, olds: Bits, news: Bits, count: int
 ) -> Any:

@@ -1,4 +1,4 @@
-"""Changes into memory: from the planes of coding `gap` or `dense` in one pass, or as they are, read back.
+"""Changes into memory: from the planes of coding `gap`, `pairs` or `dense` in one pass, or as they are, read back.
 
 What is to be read or written is fetched a block ahead, while gaps are added up.
 """
@@ -12,7 +12,12 @@ import numpy.typing as npt
 
 from .jit import kernel, load, prefetch, store, width
 from .kernels import AHEAD_BYTES, digest_change, digest_run, fetch
-from .planes import BLOCK, STEPPED, apply_marks, apply_some, find_some, read_some
+from .kernels_gaps import read_some
+from .kernels_moves import STEPPED, apply_marks, apply_some, find_some, part_pairs
+
+BLOCK: Final = 128
+"""Changes that are decoded at a time. Their old bits are on their way while as many others are worked on: anything
+from 64 to 512 is as fast. Even, so that a block begins with a byte of two steps."""
 
 WRITTEN: Final = 4096
 """Changes written before they are read back: more than a first-level cache holds, less than a second-level one."""
@@ -40,7 +45,7 @@ def locate(addresses: Words, starts: Ints, tensor: int, positions: Ints, places:
 @kernel
 def change_row(
     addresses: Words, starts: Ints, seeds: Words, first: int, start: int, length: int, shift: int,
-    gaps: Bytes, lows: Bytes, marks: Bytes, steps: Bytes, escapes: Bits, relative: bool,
+    gaps: Bytes, lows: Bytes, marks: Bytes, steps: Bytes, escapes: Bits, paired: bool,
     positions: Ints, olds: Bits, news: Bits, write: bool, tag: Any,
 ) -> Any:  # fmt: skip
     """(0 or what is wrong, lane 0, lane 1): decode a row against memory, and digest the change.
@@ -50,24 +55,30 @@ def change_row(
         first: tensor in which the row begins.
         start, length: the row; flat.
         shift: the row's gap_shift.
-        gaps, lows, steps, escapes: its planes; lows of n * shift bits in bytes, steps [n].
-        relative: whether escapes are steps, not bits.
-        marks: the steps of a dense row, n of which are not 0; the planes but `escapes` are empty then. Else empty.
+        gaps, lows, steps: its planes; lows of n * shift bits in bytes, steps [n] or, if `paired`, two in a byte.
+        escapes: its escaped elements.
+        paired: whether the coding is `pairs` (kernels_moves).
+        marks: the steps of a dense row, n of which are not 0; gaps, lows and steps are empty then. Else empty.
         positions, olds, news: [n], the result: flat.
         write: whether new bits are written to the memory, too. If something is wrong, some of them are by then.
         tag: of the space.
     """
     n = positions.size
     places, moves = np.empty((2, BLOCK), np.uint64), np.empty((2, BLOCK), np.uint8)
+    far = np.empty(BLOCK, np.int64)
     lane0, lane1 = np.uint64(0), np.uint64(0)
     used, marked, escaped, position, tensor, owner = 0, 0, 0, start - 1, first, first
     for begin in range(0, n + BLOCK, BLOCK):
         if begin < n:  # this block's old bits are fetched while the one before is worked on
             here = positions[begin : min(begin + BLOCK, n)]
+            move = moves[begin // BLOCK % 2, : here.size]
             if marks.size:
-                marked = find_some(marks, marked, start, here, moves[begin // BLOCK % 2])
+                marked = find_some(marks, marked, start, here, move)
             else:
-                moves[begin // BLOCK % 2, : here.size] = steps[begin : begin + here.size]
+                if paired:
+                    part_pairs(steps[begin // 2 :], move)
+                else:
+                    move[:] = steps[begin : begin + here.size]
                 used, position = read_some(gaps, lows, shift, used, position, begin, here)
             if used < 0 or position >= start + length:
                 return GAPS_FAULT, lane0, lane1
@@ -78,7 +89,7 @@ def change_row(
             where, old, new = places[last // BLOCK % 2], olds[last : last + size], news[last : last + size]
             for k in range(size):
                 old[k] = load(where[k], tag)
-            escaped = apply_some(moves[last // BLOCK % 2, :size], escapes, escaped, relative, old, new)
+            escaped = apply_some(moves[last // BLOCK % 2, :size], escapes, escaped, paired, old, new, far)
             if escaped < 0:
                 return -escaped, lane0, lane1
             if write:
@@ -106,6 +117,7 @@ def change_all(
     are written.
     """
     olds, news = np.empty(STEPPED, escapes.dtype), np.empty(STEPPED, escapes.dtype)
+    far = np.empty(STEPPED, np.int64)
     lane0, lane1 = np.uint64(0), np.uint64(0)
     tensor, at, stop, escaped = first, start, start + marks.size, 0
     while at < stop:
@@ -123,7 +135,7 @@ def change_all(
         old, new = olds[:size], news[:size]
         for k in range(size):
             old[k] = load(address + np.uint64(k * width(tag)), tag)
-        escaped = apply_marks(mark, escapes, escaped, False, old, new)
+        escaped = apply_marks(mark, escapes, escaped, False, old, new, far)
         if escaped < 0:
             return -escaped, lane0, lane1
         for k in range(size):

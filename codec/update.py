@@ -80,11 +80,12 @@ def update_box(space: FlatSpace, row: Row, address: int) -> Digest:
         at = found.positions.copy()
         kernels_boxes.spread(found.positions, start, *row.spacing)
     else:
-        steps = interval_positions(row, 0, found.positions)
+        steps = np.empty(row.count, np.uint8)
+        interval_positions(row, 0, found.positions, steps)
         at = found.positions.copy()
         old = bits[at]
         kernels_boxes.spread(found.positions, start, *row.spacing)
-        found.values[:] = new_bits(space, row, found.positions, steps, old)
+        new_bits(space, row, found.positions, steps, old, found.values)
     moved = change_digest(space, found.positions, old, found.values)
     bits[at] = found.values
     return moved

@@ -28,6 +28,7 @@ CLASS_HEAD_BYTES: Final = 2
 """Bytes at the beginning of a `class` row's plane `gaps`, before the lists of numbers."""
 
 MAX_ROW_ELEMENTS: Final = 1 << 24
+MAX_GAP_SHIFT: Final = 24  # bits: a row has at most 2^24 elements
 
 ROW_BYTES: Final = 128
 """About what a row takes beside its planes."""
@@ -86,7 +87,7 @@ class Row:
         offset: first element, counted in `tensor`'s C order.
         length: elements in the interval or box.
         count: elements that changed (`whole`: that were sent, which is `length`).
-        escaped: changed elements whose new bits lie in `escapes`.
+        escaped: changed elements whose new bits, in coding `pairs` whose steps, lie in `escapes`.
         coding: how the planes are to be read.
         gap_shift: how many low bits of each gap lie in `lows` instead of `gaps`.
         gap_bytes: length of the gap plane before compression; a `class` row's is not compressed.
@@ -204,12 +205,15 @@ def decode_shard(data: bytes | bytearray, where: str) -> list[Row]:
     for values in zip(*columns, strict=True):
         named = dict(zip(table.schema.names, values, strict=True))
         row = Row(**named | {"shape": tuple(named["shape"]), "digest": Digest.from_bytes(named["digest"])})
-        if not _is_possible(row):
+        fault = fault_of(row)
+        if fault or row.tensors < 1 or row.offset < 0 or not has_possible_box(row):
             raise Corrupt(
-                f"shard {where}: the row of tensor {row.tensor!r} has impossible figures (coding "
-                f"{row.coding!r}, "
-                f"offset {row.offset}, length {row.length}, run {row.run}, stride {row.stride}, count {row.count}, "
-                f"escaped {row.escaped}, gap_bytes {row.gap_bytes})"
+                f"shard {where}: the row of tensor {row.tensor!r} has impossible figures: it "
+                + (
+                    fault
+                    or f"begins at {row.offset}, reaches into {row.tensors} tensors, with {row.length} elements in "
+                    f"runs of {row.run} that begin {row.stride} apart"
+                )
             )
         rows.append(row)
     return rows
@@ -224,20 +228,6 @@ def _unpacked(data: bytes | bytearray) -> bytes | bytearray:
     return expand(data, content_bytes)
 
 
-def _is_possible(row: Row) -> bool:
-    """Whether the figures of `row` can be true, so that what they make a reader allocate is bounded."""
-    return (
-        row.coding in CODINGS
-        and row.tensors >= 1
-        and row.offset >= 0
-        and 1 <= row.length <= MAX_ROW_ELEMENTS
-        and has_possible_box(row)
-        and 1 <= row.count <= row.length
-        and 0 <= row.escaped <= row.count
-        and has_possible_planes(row)
-    )
-
-
 def has_possible_box(row: Row) -> bool:
     """Whether `row` is an interval, or a box of two and more runs in one tensor."""
     if not row.is_box:
@@ -247,22 +237,27 @@ def has_possible_box(row: Row) -> bool:
     )
 
 
-def has_possible_planes(row: Row) -> bool:
-    """Whether what `row` says of its planes fits its coding. Its other figures must be possible."""
+def fault_of(row: Row) -> str:
+    """What of a row's figures cannot be, or "": they bound what a reader allocates. Its box is not looked at."""
+    if row.coding not in CODINGS:
+        return f"has coding {str(row.coding)[:32]!r}"
+    if not (1 <= row.count <= row.length <= MAX_ROW_ELEMENTS and 0 <= row.escaped <= row.count):
+        return f"has {row.escaped} escapes of {row.count} changes in {row.length}"
     if row.coding == "class":
-        return (
-            row.tensors == 1
-            and row.gap_shift == row.escaped == 0
-            and row.gap_bytes == len(row.gaps) > CLASS_HEAD_BYTES
-            and not row.lows
-            and not row.escapes
-        )
+        if row.tensors != 1 or row.gap_shift or row.escaped or row.lows or row.escapes:
+            return f"is in coding class, which has no use for {row.tensors} tensors, or some figure or plane that is there"
+        if not row.gap_bytes == len(row.gaps) > CLASS_HEAD_BYTES:
+            return f"is in coding class, and has gap_bytes {row.gap_bytes}, but {len(row.gaps)} bytes of gaps"
+        return ""
+    if row.coding == "whole" and not row.escaped == row.count == row.length:
+        return f"is whole, but has {row.count} changes in {row.length}"
     gapped = row.coding in GAPPED
-    return (
-        0 <= row.gap_shift <= (24 if gapped else 0)
-        and (row.count if gapped else 0)
-        <= row.gap_bytes
-        <= (row.count + (row.length >> row.gap_shift) // 255 if gapped else 0)
-        and len(row.lows) == -(-row.count * row.gap_shift // 8)
-        and (row.coding != "whole" or row.escaped == row.count == row.length)
-    )
+    if not 0 <= row.gap_shift <= (MAX_GAP_SHIFT if gapped else 0):
+        return f"has gap_shift {row.gap_shift} in coding {row.coding}"
+    least, most = (row.count, row.count + (row.length >> row.gap_shift) // 255) if gapped else (0, 0)
+    if not least <= row.gap_bytes <= most:
+        return f"has gap_bytes {row.gap_bytes}, expected {least} to {most}"
+    if len(row.lows) != -(-row.count * row.gap_shift // 8):
+        return f"has {len(row.lows)} bytes of lows for {row.count} changes"
+    unused = {"dense": (row.gaps,), "whole": (row.gaps, row.steps)}.get(row.coding, ())
+    return f"has planes that its coding {row.coding} does not use" if any(unused) else ""

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from weightcast.codec import Box, FlatSpace, Geometry, check
-from weightcast.codec.planes import expand_plane
 from weightcast.manifest.chain import Position
 from weightcast.manifest.rebuild import FETCH_BYTES
 from weightcast.manifest.rowset import RowSet, box_of
@@ -253,5 +252,4 @@ def _check_row(geometry: Geometry, row: Row) -> Placed:
     space = geometry.space_of(row)
     box = box_of(space, row)
     check(space, row)
-    expand_plane(row.escapes, row.escaped * space.width, row.tensor, "escapes")
     return space, box

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.codec import Changes, FlatSpace, Interval, Memory, decode, encode, gather, reference, update
-from weightcast.codec.planes import read_gaps, write_gaps
+from weightcast.codec.kernels_gaps import read_gaps, write_gaps
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.shard import Coding, Row

@@ -9,7 +9,6 @@ from typing import Final
 import pytest
 
 from weightcast.codec import crossings
-from weightcast.codec.decode import MAX_GAP_SHIFT
 from weightcast.manifest.retention import GRACE_S, LEASE_AGE_S, ORPHAN_AGE_S
 from weightcast.schemas import frames, layout, manifest, names, shard
 from weightcast.schemas.dtypes import WIDTHS
@@ -124,7 +123,7 @@ def test_bounds() -> None:
         "at most 32 dimensions": (layout.MAX_DIMENSIONS, 32),
         "at most 2^48 elements in all": (layout.MAX_ELEMENTS, 1 << 48),
         "intervals of at most 2^24 elements": (shard.MAX_ROW_ELEMENTS, 1 << 24),
-        "`gap_shift` at most 24": (MAX_GAP_SHIFT, 24),
+        "`gap_shift` at most 24": (shard.MAX_GAP_SHIFT, 24),
         "A lease lives for an hour": (LEASE_AGE_S, 3600),
         "is a day old": (ORPHAN_AGE_S, 86_400),
         "the grace (an hour)": (GRACE_S, 3600),
