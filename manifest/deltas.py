@@ -13,7 +13,7 @@ from weightcast.schemas.digest import Digest
 from weightcast.schemas.shard import Row
 
 from .ahead import map_ahead
-from .rowset import MakesRoom, Room, ascending, without_overlap
+from .rowset import Joined, MakesRoom, ascending, without_overlap
 
 
 def changed_positions(
@@ -42,21 +42,21 @@ def collect(
     overlay: Mapping[str, Changes],
     known: Callable[[Row], tuple[Changes, Digest] | None] = lambda _: None,
     expected: int = 0,
-    room: MakesRoom = Changes.room,
+    make_room: MakesRoom = Changes.room,
 ) -> tuple[dict[str, Changes], Digest]:
     """Absolute new values of a version, by dtype, and what they do to the digest. Nothing is written.
 
     Old bits are those of `base`, except where `overlay` (changes of the versions in between) has newer ones; of a base
     that is not memory, only bits that `overlay` has may be missing. `known` may have decoded a row before. `expected`,
-    how many changes there are, saves a copy of them if it is right; `room` gives what they are put in.
+    how many changes there are, saves a copy of them if it is right; `make_room` gives what they are put in.
     """
-    rooms: dict[str, Room] = {}
+    joined: dict[str, Joined] = {}
 
     def placed() -> Iterator[tuple[Row, Changes]]:
         for row in without_overlap(geometry, rows):
-            if row.dtype not in rooms:
-                rooms[row.dtype] = Room(geometry[row.dtype], expected, room)
-            yield row, rooms[row.dtype].take(row)
+            if row.dtype not in joined:
+                joined[row.dtype] = Joined(geometry[row.dtype], expected, make_room)
+            yield row, joined[row.dtype].take(row)
 
     def one(row: Row, out: Changes) -> Digest:
         done = known(row)
@@ -70,7 +70,7 @@ def collect(
     moved = Digest()
     for digest in map_ahead(pool, lambda task: one(*task), placed()):
         moved += digest
-    return {dtype: room.filled() for dtype, room in rooms.items()}, moved
+    return {dtype: rows.filled() for dtype, rows in joined.items()}, moved
 
 
 def apply_directly(

@@ -114,18 +114,18 @@ class _Cover:
         )
 
 
-class Room:
+class Joined:
     """Where the changes of rows are put one behind the other, so that in the end they are one list without a copy.
 
     Args:
         space: of the rows.
         expected: changes of all of them. More than that are put elsewhere, and copied in the end.
-        room: makes room for as many.
+        make_room: makes room for as many.
     """
 
-    def __init__(self, space: FlatSpace, expected: int, room: MakesRoom = Changes.room) -> None:
+    def __init__(self, space: FlatSpace, expected: int, make_room: MakesRoom) -> None:
         self._space = space
-        self._block = room(space, min(expected, space.elements))
+        self._block = make_room(space, min(expected, space.elements))
         self._used = 0
         self._parts: list[Changes] = []
 

@@ -351,9 +351,9 @@ def _refuse_newer(data: bytes, where: str) -> None:
 
 
 def _check_format(found: int, features: list[Any], where: str) -> None:
-    unknown = [f for f in features if f not in FEATURES]
+    unknown = [f for f in features if not (isinstance(f, str) and f in FEATURES)]
     if found != FORMAT or unknown:
-        what = f"features {unknown}" if unknown else f"format {found}"
+        what = f"features {[str(f)[:40] for f in unknown[:8]]}" if unknown else f"format {found}"
         raise Unsupported(
             f"{where} needs {what}; this release reads format {FORMAT} with {sorted(FEATURES)}",
             hint="upgrade weightcast",

@@ -152,9 +152,13 @@ def is_packed(rows: Sequence[Row]) -> bool:
     return table_bytes * PACKED_SHARE >= total_bytes and any(row.coding in _FEATURES for row in rows)
 
 
-def features_of(rows: Sequence[Row]) -> set[str]:
-    """The features that a version manifest must list for a shard of these rows."""
-    found = {PACKED_FEATURE} if is_packed(rows) else set()
+def features_of(rows: Sequence[Row], *, packed: bool | None = None) -> set[str]:
+    """The features that a version manifest must list for a shard of these rows.
+
+    Args:
+        packed: whether the shard is a frame; None: if `store_shard` makes it one.
+    """
+    found = {PACKED_FEATURE} if (is_packed(rows) if packed is None else packed) else set()
     for row in rows:
         if row.coding in _FEATURES:
             found.add(_FEATURES[row.coding])
@@ -245,7 +249,7 @@ def fault_of(row: Row) -> str:
         return f"has {row.escaped} escapes of {row.count} changes in {row.length}"
     if row.coding == "class":
         if row.tensors != 1 or row.gap_shift or row.escaped or row.lows or row.escapes:
-            return f"is in coding class, which has no use for {row.tensors} tensors, or some figure or plane that is there"
+            return f"is in coding class, which has no use for {row.tensors} tensors, or for some plane that is there"
         if not row.gap_bytes == len(row.gaps) > CLASS_HEAD_BYTES:
             return f"is in coding class, and has gap_bytes {row.gap_bytes}, but {len(row.gaps)} bytes of gaps"
         return ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Final
 
+import numpy as np
+
 from weightcast.codec import Changes, FlatSpace
 
 MOST_BYTES: Final = 64 << 20
@@ -28,8 +30,9 @@ class Spare:
         """Room for so many changes, with anything in it; large ones are not kept."""
         kept = self._kept.get(space.dtype)
         if kept is None or len(kept) < count or _is_held(kept):
-            kept = Changes.room(space, count + count // _SLACK)
-            if kept.nbytes <= MOST_BYTES:
+            most = MOST_BYTES // (np.dtype(np.int64).itemsize + space.width)
+            kept = Changes.room(space, max(count, min(count + count // _SLACK, most)))
+            if count <= most and _shows_holders(kept):
                 self._kept[space.dtype] = kept
         return kept.part(0, count)
 
@@ -37,3 +40,14 @@ class Spare:
 def _is_held(changes: Changes) -> bool:
     """Whether somebody refers to one of the arrays, or looks at a part of it."""
     return max(sys.getrefcount(changes.positions), sys.getrefcount(changes.values)) > _REFERENCES
+
+
+def _shows_holders(changes: Changes) -> bool:
+    """Whether `_is_held` can tell, in this Python and of such arrays, for wrong bits would be the price."""
+    shown = not _is_held(changes)
+    holder = changes.positions[:0]
+    shown &= _is_held(changes)
+    holder = changes.values[:0]  # and lets go of the positions
+    shown &= _is_held(changes)
+    del holder
+    return shown

@@ -41,8 +41,8 @@ def stage(
     fetcher: DeltaFetcher,
     pool: Executor,
     max_bytes: int,
-    known: Known = lambda _: None,
-    room: MakesRoom = Changes.room,
+    known: Known,
+    make_room: MakesRoom,
 ) -> Staged:
     """Decode the versions of `run`, which follow `at` and share its layout, until `max_bytes` of changes are folded.
 
@@ -51,7 +51,7 @@ def stage(
         base: bits that were proved to be version `at`; only read.
         at, run: where the base is, and the versions after it; at least one is staged.
         known: what a row of the first version does to the base, if that was decoded ahead.
-        room: gives what changes are put in.
+        make_room: gives what changes are put in.
 
     Raises:
         NotFound: a shard of the first version is gone. A failure at a later version only ends the run before it.
@@ -66,13 +66,14 @@ def stage(
             fetcher.prefetch(wanted.manifest)
         try:
             rows, expected = fetcher.rows(position.manifest), position.manifest.totals.changed
-            changes, moved = _collect(geometry, rows, base, pool, folded, known, expected, room)
+            changes, moved = _collect(geometry, rows, base, pool, folded, known, expected, make_room)
             _prove(position, at.digest + moved)
         except (NotFound, Corrupt, StorageError):
             if not done:
                 raise
             break  # the versions before are good; this one is met again from there
         folded, at, done = fold(folded, changes), position, done + 1
+        del changes  # nor is memory that it was put in held, which the next one may be put in
         if sum(c.nbytes for c in folded.values()) > max_bytes:
             break
     return Staged(at, folded, done)
@@ -86,14 +87,14 @@ def _collect(
     folded: Mapping[str, Changes],
     known: Known,
     expected: int,
-    room: MakesRoom,
+    make_room: MakesRoom,
 ) -> tuple[dict[str, Changes], Digest]:
     """`collect`; of a base that is read, the old bits of a version that `folded` has not are had in one read.
 
     `known` goes by the identity of a row, so that it knows none of a later version than the one it was made for.
     """
     if isinstance(base, Memory):
-        return collect(geometry, rows, base, pool, folded, known, expected, room)
+        return collect(geometry, rows, base, pool, folded, known, expected, make_room)
     rows = list(rows)
     wanted = {
         dtype: found[~np.isin(found, folded[dtype].positions, assume_unique=True)]
@@ -102,7 +103,7 @@ def _collect(
         for dtype, found in changed_positions(geometry, rows, pool).items()
     }
     old = base.read({dtype: found for dtype, found in wanted.items() if len(found)})
-    return collect(geometry, rows, old, pool, folded, known, expected, room)
+    return collect(geometry, rows, old, pool, folded, known, expected, make_room)
 
 
 def stage_relaid(

@@ -193,11 +193,11 @@ def _table(found: Sequence[dict[str, Any]], model: ModelSpec) -> Table:
         rows=rows,
         note=f"Medians of {_VERSIONS} versions where there are bars, of {_FEWER} elsewhere, after {_WARM}; both "
         "processes, the S3 server and the link itself share this machine's cores. A version counts as committed when "
-        "the store has answered the create of its manifest; what the publisher has to do from there on stands back for "
-        "the subscriber (nice 19), as on hosts of their own. Plain GETs are those of its shards, all at once, over "
-        "connections that are warm (the first: new ones), without decoding. The dense checkpoint is fetched in parts "
-        f"of 8 MiB over 8 connections, for about {_DENSE_S:.0f} s; *faster than dense* is against its bytes at full "
-        "bandwidth.",
+        "the store has answered the create of its manifest; what the publisher has to do from there on stands back "
+        f"for the subscriber (nice {_NICE}), as on hosts of their own. Plain GETs are those of its shards, all at "
+        "once, over connections that are warm (the first: new ones), without decoding. The dense checkpoint is fetched "
+        f"in parts of 8 MiB over 8 connections, for about {_DENSE_S:.0f} s; *faster than dense* is against its bytes "
+        "at full bandwidth.",
     )
 
 

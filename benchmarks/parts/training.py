@@ -1,6 +1,7 @@
 """How much the demo's training slows down when it publishes each step: publishing on and off in turns.
 
-The demo's trainer computes on one thread. With one on each core there is none left for what goes on behind a step.
+The demo's trainer computes on one thread; its two subscribers, which generate meanwhile, are not here. With a thread on
+each core there is none left for what goes on behind a step.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ _QUICK: Final = (_Size("a tiny", 32, 1, 2, 2),)
 def run(options: Options) -> Result:
     """Train each size in turns."""
     sizes = _QUICK if options.quick else _SIZES
-    busy = () if options.quick else tuple(replace(size, threads=cores()) for size in _SIZES)
+    alone = options.quick or cores() <= TRAINER_THREADS
+    busy = () if alone else tuple(replace(size, threads=cores()) for size in _SIZES)
     before = torch.get_num_threads()
     try:
         found = [_train(size) for size in (*sizes, *busy)]
@@ -84,10 +86,13 @@ class _Loop:
         self._rng = torch.Generator().manual_seed(config.seed)
 
     def block(self, steps: int, *, publish: bool) -> float:
-        """Mean seconds of a step. What goes on behind the last one is waited for, but not counted."""
+        """Mean seconds of a step. What goes on behind the last one is waited for, but not counted: what goes on behind
+        one before the first is.
+        """
         batches = self._rollouts()
-        begin = time.perf_counter()
-        for _ in range(steps):
+        for step in range(steps + 1):
+            if step == 1:
+                begin = time.perf_counter()
             self.learner.step(batches)
             state = self.learner.bf16_state()
             if publish:

@@ -16,9 +16,10 @@ from weightcast.manifest.rebuild import FETCH_BYTES
 from weightcast.manifest.rowset import RowSet, box_of
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import Corrupt, Gap, NotFound, Untrusted, WeightcastError
+from weightcast.schemas.frames import MAGIC
 from weightcast.schemas.manifest import LayoutRef, ObjectRef, ShardRef
 from weightcast.schemas.names import file_key, layout_key, version_key
-from weightcast.schemas.shard import Row, decode_shard
+from weightcast.schemas.shard import Row, decode_shard, features_of
 
 from . import MANIFESTS_AHEAD
 from .findings import Findings, Problem, Progress, VerifyReport
@@ -235,12 +236,19 @@ class _Check:
 
     def _shard(self, job: _Job) -> list[Placed]:
         ref = job.ref
-        rows = decode_shard(self.reader.store.fetch(ref.key, size=ref.size, sha256=ref.sha256), ref.key)
+        data = self.reader.store.fetch(ref.key, size=ref.size, sha256=ref.sha256)
+        rows = decode_shard(data, ref.key)
         found = (len(rows), sum(r.length for r in rows), sum(r.count for r in rows))
         if found != (ref.rows, ref.elements, ref.changed):
             raise Corrupt(
                 f"the shard has {found[0]} rows, {found[1]} elements, {found[2]} changes; the manifest says "
                 f"{ref.rows}, {ref.elements}, {ref.changed}"
+            )
+        missing = features_of(rows, packed=data[: len(MAGIC)] == MAGIC) - set(job.position.manifest.features)
+        if missing:
+            raise Corrupt(
+                f"the shard needs the features {sorted(missing)}, which the manifest does not list: a release that "
+                "does not know them cannot say so"
             )
         if job.geometry is None:
             return []

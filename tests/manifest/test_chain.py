@@ -123,6 +123,8 @@ def test_a_changed_manifest_breaks_the_one_after_it(stream: tuple[Author, list[b
 def test_unknown_format_or_feature_is_named(stream: tuple[Author, list[bytes]]) -> None:
     refuse(at(stream, 2), edited(stream[1][3], format=2), "needs format 2", Unsupported)
     refuse(at(stream, 2), edited(stream[1][3], features=["colour"]), "colour", Unsupported)
+    for odd in ([[]], [{}], [1], [None], ["x" * 10_000] * 100):  # not even text, or no end of it
+        refuse(at(stream, 2), edited(stream[1][3], features=odd), "needs features", Unsupported)
     refuse(
         at(stream, 2),
         edited(stream[1][3], format=2, shape_of_things=1, parent=...),

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from weightcast.codec import Box
+from weightcast.manifest.commit import put_shard
 from weightcast.manifest.inspect.verify import Problem, VerifyReport, verify
 from weightcast.manifest.retention import prune
-from weightcast.manifest.store import Store
+from weightcast.manifest.store import Store, open_store
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import NotFound, StorageError
+from weightcast.schemas.shard import features_of
 
 from .. import sample
+from .author import Author, Tensors
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +75,31 @@ def test_b135_a_missing_and_a_flipped_shard_are_both_listed(copy: Path) -> None:
     # Version 3 has a snapshot of its own, so that only 1 and 2 are lost.
     assert _brief(deep) == expected | {(1, "versions 1 to 2", "gap")}
     assert deep.rebuilt == 3
+
+
+@pytest.mark.parametrize("feature", ["boxes", "class", "packed", "pairs"])
+def test_a_feature_that_shards_have_and_the_manifest_does_not_list(feature: str) -> None:
+    """An older release could not say what it is that it cannot read."""
+    author = Author(open_store(f"memory://{uuid.uuid4().hex}"))
+    bits = np.random.default_rng(1).normal(0, 0.02, 20_000).astype(np.float32).view(np.uint32) >> 16
+    author.reset(Tensors.of(w=("BF16", bits.reshape(100, 200))))
+    bits[::100] += 1
+    after = Tensors.of(w=("BF16", bits.reshape(100, 200)))
+    rows = {
+        "boxes": lambda: author.box_rows(
+            after, [Box("BF16", 0, 10_000, 100, 200), Box("BF16", 100, 10_000, 100, 200)]
+        ),
+        "class": lambda: author.rows(after, coding="class", codec="class"),
+        "packed": lambda: author.rows(after, coding="pairs"),
+        "pairs": lambda: author.rows(after, coding="pairs"),
+    }[feature]()
+    shards = [put_shard(author.store, 1, author.writer.name, 0, rows)]
+    needed = features_of(rows)
+    assert feature in needed
+    author.commit(after, shards=shards, features=sorted(needed - {feature}))
+    (problem,) = verify(StreamReader.open(author.store), threads=2).problems
+    assert (problem.version, problem.kind, problem.object) == (1, "corrupt", shards[0].key)
+    assert f"needs the features ['{feature}']" in problem.message
 
 
 def test_every_byte_of_a_manifest_is_covered_by_the_chain(copy: Path) -> None:

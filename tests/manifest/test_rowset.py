@@ -19,7 +19,7 @@ from weightcast.manifest.deltas import apply_directly, changed_positions, collec
 from weightcast.manifest.inspect import show
 from weightcast.manifest.inspect.verify import verify
 from weightcast.manifest.rebuild import rebuild
-from weightcast.manifest.rowset import Room, RowSet, ascending, concatenated
+from weightcast.manifest.rowset import Joined, RowSet, ascending, concatenated
 from weightcast.manifest.store import open_store
 from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.shard import Row
@@ -287,7 +287,7 @@ def test_a_room_is_one_list_without_a_copy_if_rows_come_in_order() -> None:
             assert same == digest
             assert np.array_equal(found["U16"].positions, plain["U16"].positions)
             assert np.array_equal(found["U16"].values, plain["U16"].values)
-    room = Room(geometry["U16"], total)
+    room = Joined(geometry["U16"], total, Changes.room)
     parts = [room.take(row) for row in rows]
     for row, part in zip(rows, parts, strict=True):
         decode(geometry["U16"], row, base, room=part)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
 
-from weightcast.codec import Changes
+import numpy as np
+import pytest
+import torch
+
+from weightcast.codec import Changes, FlatSpace
 from weightcast.manifest.deltas import fold
+from weightcast.subscriber import Subscriber, Tensors
 from weightcast.subscriber.spare import MOST_BYTES, Spare
 
 from ..codec.states import space_of
+from ..faultstore import FaultStore
+from .conftest import Trainer
+from .kit import Model, bits, blank
 
 SPACE = space_of(2, [(1 << 24,)])
 
@@ -66,3 +74,51 @@ def test_each_dtype_has_its_own() -> None:
     kept = address(spare.take(SPACE, 10))
     assert spare.take(other, 10).values.dtype == np.uint32
     assert address(spare.take(SPACE, 10)) == kept
+
+
+def test_room_for_more_is_cut_where_it_would_be_too_large_to_be_kept() -> None:
+    spare, most = Spare(), MOST_BYTES // 10
+    at = address(spare.take(SPACE, most))
+    assert address(spare.take(SPACE, most)) == at
+
+
+def test_arrays_that_do_not_show_who_holds_them_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As arrays over memory of something else: their parts refer to that, and not to them."""
+    monkeypatch.setattr(
+        Changes,
+        "room",
+        lambda space, count: Changes(
+            space.dtype, np.frombuffer(bytes(8 * count), np.int64), np.frombuffer(bytes(2 * count), np.uint16)
+        ),
+    )
+    spare = Spare()
+    part = spare.take(SPACE, 10).part(2, 3)
+    assert not np.shares_memory(part.positions, spare.take(SPACE, 10).positions)
+
+
+def test_a_chain_that_is_folded_takes_turns_with_two_rooms(
+    store: FaultStore, trainer: Trainer, subscriber_at: Callable[..., Subscriber]
+) -> None:
+    """Not a new one for each version: what was folded into another one is free again."""
+    model: Model = {"w": torch.zeros(1000)}
+    trainer.publish(model)
+    live = blank(model)
+    subscriber = subscriber_at(store, Tensors(live))
+    subscriber.once()
+    for version in range(1, 9):
+        model["w"][version] = version
+        trainer.publish(model)
+    taken: list[int] = []
+    spare = subscriber._mover._spare
+    inner = spare.take
+
+    def noted(space: FlatSpace, count: int) -> Changes:
+        found = inner(space, count)
+        taken.append(address(found))
+        return found
+
+    spare.take = noted  # type: ignore[method-assign]
+    subscriber.once()
+    assert bits(live) == bits(model)
+    assert len(taken) == 8
+    assert len(set(taken)) == 2
