@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -28,15 +27,12 @@ class CasterJob(BaseModel):
         root: of the stream; "": on an S3 server that it starts itself.
         address: of that server.
         settings: of the publisher.
-        nice: how far it, but not its server, stands back after a commit for others on this machine that play another
-            one.
     """
 
     model: ModelSpec
     root: str = ""
     address: str = "127.0.0.1"
     settings: dict[str, Any] = {}
-    nice: int = 0
 
 
 class Witness:
@@ -45,9 +41,8 @@ class Witness:
     Whoever waits for `publish()` is told later, once the publisher's own copy has moved on.
     """
 
-    def __init__(self, store: Store, nice: int) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._nice = nice
         self.created_at = 0.0
 
     def create(self, key: str, data: bytes) -> bool:
@@ -55,20 +50,11 @@ class Witness:
         found = self._store.create(key, data)
         if key.startswith(VERSIONS_PREFIX):
             self.created_at = time.monotonic()
-            if self._nice:
-                stand_back(self._nice)
             say("created")
         return found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
-
-
-def stand_back(nice: int) -> None:
-    """Have all threads of this process wait for others so much. To take it back needs root."""
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 
 
 def main() -> None:
@@ -78,14 +64,12 @@ def main() -> None:
         server = Seaweed(job.root, {}) if job.root else stack.enter_context(seaweed(job.address))
         source = job.model.make()
         model = source.tensors()
-        store = Witness(open_store(server.root), job.nice)
+        store = Witness(open_store(server.root))
         settings = PublisherSettings(**job.settings)
         publisher = stack.enter_context(Publisher(server.root, settings, store=cast(Store, store)))
         manifest = publisher.publish(model, step=0).wait()
         say("ready", **asdict(server), dense_bytes=manifest.totals.dense_bytes)
         for _ in sys.stdin:
-            if job.nice:
-                stand_back(0)
             source.move(model)
             began = time.monotonic()
             pending = publisher.publish(model, step=manifest.version + 1)

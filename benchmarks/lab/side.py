@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -57,6 +59,15 @@ class Side:
     def pid(self) -> int:
         """Its process id. A command like nsenter that it was started under has become it."""
         return self._process.pid
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, its threads stand still: as if it were on another machine. Processes that it started go on."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def tell(self, command: str) -> None:
         """Send it a command."""
