@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -173,6 +173,7 @@ class Geometry:
         self._spaces = {
             d: FlatSpace(d, layout.stored[first:last]) for d, (first, last) in layout.dtypes.items()
         }
+        self._intervals: dict[tuple[int, int], tuple[Interval, ...]] = {}
 
     def __getitem__(self, dtype: str) -> FlatSpace:
         return self._spaces[dtype]
@@ -200,9 +201,13 @@ class Geometry:
             raise Corrupt(f"row of tensor {row.tensor!r}: the layout stores no {row.dtype} tensor")
         return self._spaces[row.dtype]
 
-    def intervals(self, row_elements: int = ROW_ELEMENTS, small: int = SMALL_ELEMENTS) -> list[Interval]:
-        """`split` of every space, in layout order."""
-        return [interval for space in self for interval in space.split(row_elements, small)]
+    def intervals(self, row_elements: int = ROW_ELEMENTS, small: int = SMALL_ELEMENTS) -> Sequence[Interval]:
+        """`split` of every space, in layout order; kept, as each version asks for the same."""
+        found = self._intervals.get((row_elements, small))
+        if found is None:
+            found = tuple(interval for space in self for interval in space.split(row_elements, small))
+            self._intervals[row_elements, small] = found
+        return found
 
 
 def joined(intervals: Iterable[Interval], most: int, codec: Codec = "gap") -> list[Interval]:

@@ -181,12 +181,10 @@ class DeltaCapture:
         capture.geometry = geometry
         new = Memory.at(geometry, {n: i.address for n, i in self._waiting.items()}, self._waiting)
         old = self._olds(geometry)
-        rest = [
-            i
-            for i in geometry.intervals(self._row_elements)
-            if geometry[i.dtype].describe(i).tensor not in self._done
-        ]
-        if not self._done:  # what is joined around those would not nest in what another capture joins
+        rest = geometry.intervals(self._row_elements)
+        if self._done:  # what is joined around those would not nest in what another capture joins
+            rest = [i for i in rest if geometry[i.dtype].describe(i).tensor not in self._done]
+        else:
             rest = joined(rest, self._row_elements, self._capture.rows.codec)
         self._encode(geometry, new, old, rest)
         lost = Digest()

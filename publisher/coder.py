@@ -88,7 +88,10 @@ class Coder:
     def _in_order(
         self, call: Callable[[Interval], T], intervals: Sequence[Interval], together: int
     ) -> Iterator[T]:
-        """`pool.map`, but the calling thread wakes once for so many of them together."""
+        """`pool.map`, but the calling thread wakes once for so many of them together; a single one it calls itself."""
+        if len(intervals) == 1:
+            yield call(intervals[0])
+            return
         futures = [self._pool.submit(call, interval) for interval in intervals]
         try:
             for at in range(0, len(futures), together):

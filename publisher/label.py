@@ -34,7 +34,7 @@ class Label:
         Raises:
             UsageError: a step that is no integer, metadata that is not JSON or too long, a file that cannot be one.
         """
-        return cls(_step(step), _checked(metadata or {}), _named(files))
+        return cls(_step(step), _checked(metadata) if metadata else {}, _named(files))
 
 
 def _checked(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import errno
 import os
 import uuid
 from collections.abc import Generator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -63,9 +64,15 @@ def write_temporary(path: str, data: bytes) -> str:
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        discard(temporary)
         raise
     return temporary
+
+
+def discard(path: str) -> None:
+    """Remove a file that may be gone already."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def publish(temporary: str, path: str) -> None:
@@ -100,7 +107,7 @@ class LocalUpload:
     def abort(self) -> None:
         """Remove the temporary file."""
         self._file.close()
-        Path(self._temporary).unlink(missing_ok=True)
+        discard(self._temporary)
 
 
 class LocalBackend:
@@ -128,7 +135,7 @@ class LocalBackend:
         try:
             publish(temporary, path)
         finally:
-            Path(temporary).unlink(missing_ok=True)
+            discard(temporary)
 
     def create(self, path: str, data: bytes) -> None:
         """Temporary file, fsync, link, fsync of the folder.
@@ -150,7 +157,7 @@ class LocalBackend:
                 ) from error
             raise
         finally:
-            Path(temporary).unlink(missing_ok=True)
+            discard(temporary)
         sync_folder(os.path.dirname(path))
 
     def upload(self, path: str) -> LocalUpload:
