@@ -70,7 +70,7 @@ def collect(
     moved = Digest()
     for digest in map_ahead(pool, lambda task: one(*task), placed()):
         moved += digest
-    return {dtype: rows.filled() for dtype, rows in joined.items()}, moved
+    return {dtype: each.filled() for dtype, each in joined.items()}, moved
 
 
 def apply_directly(

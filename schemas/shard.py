@@ -245,11 +245,18 @@ def fault_of(row: Row) -> str:
     """What of a row's figures cannot be, or "": they bound what a reader allocates. Its box is not looked at."""
     if row.coding not in CODINGS:
         return f"has coding {str(row.coding)[:32]!r}"
-    if not (1 <= row.count <= row.length <= MAX_ROW_ELEMENTS and 0 <= row.escaped <= row.count):
+    if row.length > MAX_ROW_ELEMENTS:
+        return f"has {row.length} elements, at most {MAX_ROW_ELEMENTS} are read"
+    if not (1 <= row.count <= row.length and 0 <= row.escaped <= row.count):
         return f"has {row.escaped} escapes of {row.count} changes in {row.length}"
     if row.coding == "class":
-        if row.tensors != 1 or row.gap_shift or row.escaped or row.lows or row.escapes:
-            return f"is in coding class, which has no use for {row.tensors} tensors, or for some plane that is there"
+        if row.tensors != 1:
+            return f"is in coding class, and reaches into {row.tensors} tensors, expected 1"
+        if row.gap_shift or row.escaped or row.lows or row.escapes:
+            return (
+                f"is in coding class, which uses no lows and no escapes, and has gap_shift {row.gap_shift}, "
+                f"{row.escaped} escapes, {len(row.lows)} bytes of lows and {len(row.escapes)} of escapes"
+            )
         if not row.gap_bytes == len(row.gaps) > CLASS_HEAD_BYTES:
             return f"is in coding class, and has gap_bytes {row.gap_bytes}, but {len(row.gaps)} bytes of gaps"
         return ""

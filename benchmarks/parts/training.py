@@ -86,20 +86,23 @@ class _Loop:
         self._rng = torch.Generator().manual_seed(config.seed)
 
     def block(self, steps: int, *, publish: bool) -> float:
-        """Mean seconds of a step. What goes on behind the last one is waited for, but not counted: what goes on behind
-        one before the first is.
-        """
+        """Mean seconds of a step. What goes on behind the last one is waited for, but not counted."""
         batches = self._rollouts()
-        for step in range(steps + 1):
-            if step == 1:
-                begin = time.perf_counter()
-            self.learner.step(batches)
-            state = self.learner.bf16_state()
-            if publish:
-                self._publisher.publish(state, step=self.learner.version)
+        self._step(
+            batches, publish=publish
+        )  # or the first that counts would have no work of a publish beside it
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self._step(batches, publish=publish)
         taken = time.perf_counter() - begin
         self._publisher.wait_idle()
         return taken / steps
+
+    def _step(self, batches: list[Rollouts], *, publish: bool) -> None:
+        self.learner.step(batches)
+        state = self.learner.bf16_state()
+        if publish:
+            self._publisher.publish(state, step=self.learner.version)
 
     def _rollouts(self) -> list[Rollouts]:
         """A batch of each of the demo's two workers, under the newest weights."""

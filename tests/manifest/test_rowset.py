@@ -274,7 +274,7 @@ def test_lists_across_each_other_become_one(found: list[set[int]]) -> None:
     assert np.array_equal(ascending([p.positions for p in parts]), every)
 
 
-def test_a_room_is_one_list_without_a_copy_if_rows_come_in_order() -> None:
+def test_changes_are_one_list_without_a_copy_if_rows_come_in_order() -> None:
     author = author_of()
     rows = author.box_rows(moved(author.tensors[0], 1), [Box("U16", at, 100) for at in range(0, 600, 100)])
     geometry, base = copied(author)
@@ -287,9 +287,9 @@ def test_a_room_is_one_list_without_a_copy_if_rows_come_in_order() -> None:
             assert same == digest
             assert np.array_equal(found["U16"].positions, plain["U16"].positions)
             assert np.array_equal(found["U16"].values, plain["U16"].values)
-    room = Joined(geometry["U16"], total, Changes.room)
-    parts = [room.take(row) for row in rows]
+    joined = Joined(geometry["U16"], total, Changes.room)
+    parts = [joined.take(row) for row in rows]
     for row, part in zip(rows, parts, strict=True):
         decode(geometry["U16"], row, base, room=part)
-    assert np.shares_memory(room.filled().positions, parts[0].positions)
-    assert len(room.filled()) == total
+    assert np.shares_memory(joined.filled().positions, parts[0].positions)
+    assert len(joined.filled()) == total
