@@ -324,7 +324,7 @@ def decode(model: type[D], data: bytes, where: str) -> D:
 def _first_problem(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
-        return f"{'.'.join(map(str, first['loc'])) or 'document'}: {first['msg']}"
+        return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
