@@ -189,7 +189,7 @@ def test_b185_b191_a_reset_that_fails_keeps_the_engine_paused_until_it_succeeds(
     engine.fail("caches", 4)
     trainer.publish(stir(model, 1))
     with Following(subscriber) as following:
-        until(lambda: engine.steps.count("caches") == 2)
+        until(lambda: engine.steps.count("caches") >= 2)
         until(lambda: not subscriber.status().ready)
         until(lambda: subscriber.version == 1)
     assert engine.serving() == bits(stir(model, 1))
