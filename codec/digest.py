@@ -54,5 +54,6 @@ def change_digest(
     if not len(positions):
         return Digest()
     first = space.tensor_at(int(positions[0]))
+    positions, old, new = (np.ascontiguousarray(side) for side in (positions, old, new))
     lanes = kernels.digest_change(space.starts, space.seeds, first, positions, 0, old, new, len(positions))
     return Digest(int(lanes[0]), int(lanes[1]))

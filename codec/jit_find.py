@@ -86,7 +86,7 @@ def note_groups(
         def note(index: Any, mask: Any, found: Any) -> Any:
             first = builder.add(args[6], builder.trunc(builder.mul(index, I64(GROUP)), word))
             return builder.add(
-                found, _note(builder, mask, first, builder.add(args[7], builder.mul(found, I64(4))))
+                found, emit_note(builder, mask, first, builder.add(args[7], builder.mul(found, I64(4))))
             )
 
         lanes, found = _groups(builder, args[:6], tag, I64(0), note)
@@ -149,11 +149,11 @@ def _compared(builder: Any, sides: list[Any], ahead: Any, weighed: Any, tag: Any
     return builder.icmp_unsigned("!=", builder.bitcast(words, elements), before), after
 
 
-def _note(builder: Any, mask: Any, relative: Any, positions: Any) -> Any:
+def emit_note(builder: Any, mask: Any, relative: Any, positions: Any) -> Any:
     """Write relative + j for each bit j of the mask to an address; how many bits it has."""
     words = ir.VectorType(ir.IntType(32), NOTED)
     places = ir.Constant(ir.VectorType(ir.IntType(8), GROUP), list(range(GROUP)))
-    offsets = _compress(builder, places, builder.bitcast(mask, ir.VectorType(ir.IntType(1), GROUP)))
+    offsets = emit_compress(builder, places, builder.bitcast(mask, ir.VectorType(ir.IntType(1), GROUP)))
     base = emit_broadcast(builder, relative, words)
 
     def put(first: int) -> None:
@@ -170,7 +170,7 @@ def _note(builder: Any, mask: Any, relative: Any, positions: Any) -> Any:
     return count
 
 
-def _compress(builder: Any, content: Any, marks: Any) -> Any:
+def emit_compress(builder: Any, content: Any, marks: Any) -> Any:
     """The marked bytes of a vector, at its beginning; after them anything."""
     kind = ir.FunctionType(content.type, [content.type, content.type, marks.type])
     name = f"llvm.x86.avx512.mask.compress.v{content.type.count}i8"

@@ -28,6 +28,7 @@ from .jit import (
     weigh,
     width,
 )
+from .jit_changes import weigh_changes
 
 BLOCK_BYTES: Final = 1024
 """Bytes digested, then compared with the other side's, out of the first-level cache. 2048 was slower."""
@@ -168,10 +169,27 @@ def read_marked(
 
 
 @kernel
+def part_below(positions: Any, begin: int, end: int, limit: int) -> int:
+    """How far the ascending entries [begin, end) of positions, of which there is one, stay below `limit`."""
+    if np.int64(positions[end - 1]) < limit:
+        return end
+    while begin < end:
+        middle = (begin + end) // 2
+        if np.int64(positions[middle]) < limit:
+            begin = middle + 1
+        else:
+            end = middle
+    return begin
+
+
+@kernel
 def digest_change(
     starts: Ints, seeds: Words, first: int, positions: Any, start: int, olds: Bits, news: Bits, count: int
 ) -> Any:
-    """Sum of (new - old) * R over changes at start + positions, which must ascend from tensor `first` on."""
+    """Sum of (new - old) * R over changes at start + positions, which must ascend from tensor `first` on.
+
+    All three arrays are contiguous.
+    """
     lane0, lane1 = np.uint64(0), np.uint64(0)
     tensor, done = first, 0
     bits = np.uint64(olds.itemsize * 8)
@@ -181,12 +199,17 @@ def digest_change(
     while done < count:
         while np.int64(positions[done]) + start >= starts[tensor + 1]:
             tensor += 1
-        begin, end, stop = starts[tensor], starts[tensor + 1], done + 1
-        while stop < count and np.int64(positions[stop]) + start < end:
-            stop += 1
+        stop = part_below(positions, done, count, starts[tensor + 1] - start)
         at, old, new = positions[done:stop], olds[done:stop], news[done:stop]
-        shift, seed0, seed1 = start - begin, seeds[tensor, 0], seeds[tensor, 1]
-        for i in range(at.size):  # nothing but arithmetic, so that it becomes vectors
+        shift, seed0, seed1 = start - starts[tensor], seeds[tensor, 0], seeds[tensor, 1]
+        vectors = at.size // LANES
+        part0, part1 = weigh_changes(
+            np.uint64(at.ctypes.data), np.uint64(old.ctypes.data), np.uint64(new.ctypes.data),
+            vectors, np.int64(shift), seed0, seed1, at[0], old[0],
+        )  # fmt: skip
+        lane0 += part0
+        lane1 += part1
+        for i in range(vectors * LANES, at.size):
             index = np.uint64(np.int64(at[i]) + shift)
             slot = (index & (each - np.uint64(1))) * bits
             step = np.uint64(new[i]) - np.uint64(old[i])

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from .jit import GOLDEN, GROUP, kernel, trailing_zeros, width
+from .jit_changes import take_groups
 from .jit_find import COMPRESSES, compare_groups, note_groups
 from .kernels import (
     Bits,
@@ -29,6 +30,10 @@ AHEAD_BYTES: Final = 4096
 
 BLOCK_GROUPS: Final = 64
 """Groups that are compared before their changes are read, which are then still near: 8 KiB of each side at width 2."""
+
+MANY: Final = 4
+"""Changes a group, on average of a block, from which on the block's elements are compared once more, now to move what
+changed together: that takes as long however many there are."""
 
 TURNS: Final = 2
 """Changes of a group that are noted without a branch."""
@@ -67,6 +72,24 @@ note: Final = note_by_vectors if COMPRESSES else note_by_turns
 
 
 @kernel
+def take(
+    old: np.uint64,
+    new: np.uint64,
+    groups: int,
+    relative: int,
+    positions: Positions,
+    olds: Bits,
+    news: Bits,
+    tag: Any,
+) -> Any:
+    """Write the changes of groups, as both sides are now, to the start of the outputs; how many there are."""
+    return take_groups(
+        old, new, groups, np.uint32(relative),
+        np.uint64(positions.ctypes.data), np.uint64(olds.ctypes.data), np.uint64(news.ctypes.data), tag,
+    )  # fmt: skip
+
+
+@kernel
 def compare_run(
     old: np.uint64, new: np.uint64, index: int, count: int, relative: int, seed0: np.uint64, seed1: np.uint64,
     positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
@@ -90,7 +113,10 @@ def compare_run(
             a, b, groups, seed0 + golden, seed1 + golden, np.uint32(relative + block), positions, found, tag
         )
         lane0, lane1 = lane0 + part0, lane1 + part1
-        found = read_marked(old, new, relative, positions, olds, news, found, marked, tag)
+        if COMPRESSES and marked - found > groups * MANY:
+            found += take(a, b, groups, relative + block, positions[found:], olds[found:], news[found:], tag)
+        else:
+            found = read_marked(old, new, relative, positions, olds, news, found, marked, tag)
     shift = np.uint64(end * width(tag))
     part0, part1 = digest_run(new + shift, index + end, count - end, seed0, seed1, tag)
     marked = mark_run(old + shift, new + shift, count - end, relative + end, positions, found, tag)

@@ -1,0 +1,118 @@
+"""Vector operations on changes: what they move a digest by, and reading many that lie close together.
+
+numba's cache looks only at the file of the outermost kernel, not at this one: after a change here, touch all files with
+kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .jit import GOLDEN, GROUP, I64, LANES, emit_broadcast, emit_mix, emit_splat, emit_sum, pointer_of
+from .jit_find import emit_compress, emit_note
+
+
+@intrinsic
+def weigh_changes(
+    typingctx: Any,
+    positions: Any,
+    olds: Any,
+    news: Any,
+    vectors: Any,
+    shift: Any,
+    seed0: Any,
+    seed1: Any,
+    position: Any,
+    tag: Any,
+) -> Any:
+    """weigh_changes(positions, olds, news: uint64, vectors, shift: int64, seed0, seed1: uint64, position, tag)
+    -> (uint64, uint64): sum of (new - old) * R.
+
+    Of the `8 * vectors` changes at these addresses; those of positions are of the type of `position`, and with `shift`
+    added they are elements of one tensor.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector, bits = ir.VectorType(I64, LANES), tag.bitwidth
+        each = 64 // bits
+        sums = [cgutils.alloca_once_value(builder, emit_splat(vector, 0)) for _ in range(2)]
+        by = emit_broadcast(builder, args[4], vector)
+        seeds = [emit_broadcast(builder, seed, vector) for seed in args[5:7]]
+        with cgutils.for_range(builder, args[3], intp=I64) as loop:
+
+            def read(address: Any, width: int) -> Any:
+                at = builder.add(address, builder.mul(loop.index, I64(LANES * width // 8)))
+                found = builder.load(
+                    pointer_of(builder, at, ir.VectorType(ir.IntType(width), LANES)), align=1
+                )
+                return builder.zext(found, vector) if width < 64 else found
+
+            index = builder.add(read(args[0], position.bitwidth), by)
+            step = builder.sub(read(args[2], bits), read(args[1], bits))
+            slot = builder.mul(builder.and_(index, emit_splat(vector, each - 1)), emit_splat(vector, bits))
+            word = builder.lshr(index, emit_splat(vector, each.bit_length() - 1))
+            golden = builder.mul(word, emit_splat(vector, GOLDEN))
+            slots = (slot, builder.sub(emit_splat(vector, 64 - bits), slot))
+            for total, seed, place in zip(sums, seeds, slots, strict=True):
+                weight = emit_mix(builder, builder.add(seed, golden), vector)
+                moved = builder.mul(builder.shl(step, place), weight)
+                builder.store(builder.add(builder.load(total), moved), total)
+        lanes = [emit_sum(builder, builder.load(total)) for total in sums]
+        return context.make_tuple(builder, signature.return_type, lanes)
+
+    u64, i64 = types.uint64, types.int64
+    return types.UniTuple(u64, 2)(u64, u64, u64, i64, i64, u64, u64, position, tag), codegen
+
+
+@intrinsic
+def take_groups(
+    typingctx: Any,
+    old: Any,
+    new: Any,
+    groups: Any,
+    relative: Any,
+    positions: Any,
+    olds: Any,
+    news: Any,
+    tag: Any,
+) -> Any:
+    """take_groups(old, new: uint64, groups: int64, relative: uint32, positions, olds, news: uint64, tag) -> int64.
+
+    Writes relative + i for each element i that differs, as uint32, to the address `positions`, and what it is on either
+    side to `olds` and `news`; returns how many. All three are in order, and have `GROUP` entries more than there are
+    elements, any of which may be overwritten. Needs `COMPRESSES`.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = ir.IntType(tag.bitwidth)
+        each = LANES * 64 // tag.bitwidth
+        elements, nbytes = ir.VectorType(element, each), tag.bitwidth // 8
+        found = cgutils.alloca_once_value(builder, I64(0))
+        with cgutils.for_range(builder, args[2], intp=I64) as loop:
+            first, mask = builder.load(found), I64(0)
+            for k in range(GROUP // each):
+                here = builder.add(builder.mul(loop.index, I64(GROUP * nbytes)), I64(each * nbytes * k))
+                sides = [
+                    builder.load(pointer_of(builder, builder.add(side, here), elements), align=1)
+                    for side in args[:2]
+                ]
+                marks = builder.icmp_unsigned("!=", *sides)
+                bits = builder.zext(builder.bitcast(marks, ir.IntType(each)), I64)
+                mask = builder.or_(mask, builder.shl(bits, I64(each * k)))
+                written = builder.mul(builder.load(found), I64(nbytes))
+                for side, out in zip(sides, args[5:7], strict=True):
+                    at = pointer_of(builder, builder.add(out, written), elements)
+                    builder.store(emit_compress(builder, side, marks), at, align=1)
+                builder.store(builder.add(builder.load(found), builder.ctpop(bits)), found)
+            group = builder.trunc(builder.mul(loop.index, I64(GROUP)), ir.IntType(32))
+            at = builder.add(args[4], builder.mul(first, I64(4)))
+            emit_note(builder, mask, builder.add(args[3], group), at)
+        return builder.load(found)
+
+    u64, i64 = types.uint64, types.int64
+    return i64(u64, u64, i64, types.uint32, u64, u64, u64, tag), codegen
