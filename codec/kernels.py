@@ -37,7 +37,7 @@ AHEAD_BYTES: Final = 2048
 """How far ahead of the work memory is fetched; without that the digest ran at half its speed."""
 
 FETCHED: Final = 32
-"""Elements that `gather` and `scatter` have fetched ahead of the one they work on."""
+"""Elements that `gather`, `scatter` and `put` have fetched ahead of the one they work on."""
 
 LINE_BYTES: Final = 64
 """Bytes of a cache line."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .jit import kernel, load, prefetch, store, width
-from .kernels import AHEAD_BYTES, digest_change, digest_run, fetch
+from .kernels import AHEAD_BYTES, FETCHED, digest_change, digest_run, fetch, part_below
 from .kernels_gaps import read_some
 from .kernels_moves import STEPPED, apply_marks, apply_some, find_some, part_pairs
 
@@ -33,12 +33,16 @@ Bits = npt.NDArray[Any]
 
 @kernel
 def locate(addresses: Words, starts: Ints, tensor: int, positions: Ints, places: Words, tag: Any) -> int:
-    """Byte address of the element at each of the ascending positions, which is fetched; tensor of the last one."""
-    for i in range(positions.size):
-        while positions[i] >= starts[tensor + 1]:
+    """Byte address of the element at each of the ascending positions; tensor of the last one."""
+    done = 0
+    while done < positions.size:
+        while positions[done] >= starts[tensor + 1]:
             tensor += 1
-        places[i] = addresses[tensor] + np.uint64((positions[i] - starts[tensor]) * width(tag))
-        prefetch(places[i])
+        stop = part_below(positions, done, positions.size, starts[tensor + 1])
+        base = addresses[tensor] - np.uint64(starts[tensor] * width(tag))
+        for i in range(done, stop):
+            places[i] = base + np.uint64(positions[i] * width(tag))
+        done = stop
     return tensor
 
 
@@ -82,7 +86,10 @@ def change_row(
                 used, position = read_some(gaps, lows, shift, used, position, begin, here)
             if used < 0 or position >= start + length:
                 return GAPS_FAULT, lane0, lane1
-            tensor = locate(addresses, starts, tensor, here, places[begin // BLOCK % 2], tag)
+            soon = places[begin // BLOCK % 2]
+            tensor = locate(addresses, starts, tensor, here, soon, tag)
+            for k in range(here.size):
+                prefetch(soon[k])
         if begin > 0:
             last = begin - BLOCK
             size = min(BLOCK, n - last)
@@ -154,7 +161,10 @@ def put(addresses: Words, starts: Ints, first: int, positions: Ints, values: Bit
     for begin in range(0, positions.size, WRITTEN):
         new = values[begin : begin + WRITTEN]
         tensor = locate(addresses, starts, tensor, positions[begin : begin + WRITTEN], places, tag)
+        for k in range(min(FETCHED, new.size)):
+            prefetch(places[k])
         for k in range(new.size):
+            prefetch(places[min(k + FETCHED, WRITTEN - 1)])
             store(places[k], new[k])
         for k in range(new.size):
             same &= load(places[k], tag) == new[k]
