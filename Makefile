@@ -5,9 +5,8 @@
 #                tests and checks run there, so they see what users install, not the checkout
 
 PYTHON ?= python3
-# Two workers: the suite starts servers and processes of its own, and CI has two cores. On an idle machine three are
-# faster, since tests wait for those much of the time (make test WORKERS=3).
-WORKERS ?= 2
+# Three workers on two cores: tests wait for servers and processes of theirs a third of the time.
+WORKERS ?= 3
 VLLM_WORKERS ?= 2
 ARGS ?=
 
