@@ -30,7 +30,8 @@ VLLM_PYTEST := PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" WEIGHTCAST_TESTING_SHARED="$(
   WEIGHTCAST_TESTING_TRAINER="$(CURDIR)/$(WHEEL_PYTHON)" \
   $(VLLM_PYTHON) -P -m pytest tests/vllm --confcutdir=tests/vllm --timeout=400 -rP --durations=15
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --quiet --constraint constraints.txt
+# Not compiled: most of the modules are never imported, and the others are compiled then.
+INSTALL := $(PIP) install --quiet --no-compile --constraint constraints.txt
 EDITABLE := --config-settings editable_mode=strict
 
 # Type errors name the installed files; the path in the checkout is more use.
@@ -121,7 +122,7 @@ $(WHEEL)/wheel.stamp: $(VENV)/dev.stamp README.md LICENSE $(SOURCES) $(FOLDERS)
 $(VLLM)/env.stamp: tests/vllm/constraints.txt
 	rm -rf $(VLLM)
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM_PIP) install --quiet --no-deps --requirement $<
+	$(VLLM_PIP) install --quiet --no-compile --no-deps --requirement $<
 	info="$$($(VLLM_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info"; \
 	  mkdir "$$info"; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' >"$$info/METADATA"; touch "$$info/RECORD"
 	@touch $@
