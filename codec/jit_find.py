@@ -171,8 +171,8 @@ def emit_note(builder: Any, mask: Any, relative: Any, positions: Any) -> Any:
 
 
 def emit_compress(builder: Any, content: Any, marks: Any) -> Any:
-    """The marked bytes of a vector, at its beginning; after them anything."""
+    """The marked elements of a vector of 64 bytes, at its beginning; after them anything."""
     kind = ir.FunctionType(content.type, [content.type, content.type, marks.type])
-    name = f"llvm.x86.avx512.mask.compress.v{content.type.count}i8"
+    name = f"llvm.x86.avx512.mask.compress.v{content.type.count}i{content.type.element.width}"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, [content, emit_splat(content.type, 0), marks])

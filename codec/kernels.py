@@ -170,7 +170,7 @@ def read_marked(
 
 @kernel
 def part_below(positions: Any, begin: int, end: int, limit: int) -> int:
-    """How far the ascending entries [begin, end) of positions, of which there is one, stay below `limit`."""
+    """Where the entries [begin, end) of positions, which ascend and the first of which is below `limit`, reach it."""
     if np.int64(positions[end - 1]) < limit:
         return end
     while begin < end:

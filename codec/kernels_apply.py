@@ -164,7 +164,7 @@ def put(addresses: Words, starts: Ints, first: int, positions: Ints, values: Bit
         for k in range(min(FETCHED, new.size)):
             prefetch(places[k])
         for k in range(new.size):
-            prefetch(places[min(k + FETCHED, WRITTEN - 1)])
+            prefetch(places[min(k + FETCHED, new.size - 1)])
             store(places[k], new[k])
         for k in range(new.size):
             same &= load(places[k], tag) == new[k]

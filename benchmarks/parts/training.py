@@ -90,9 +90,8 @@ class _Loop:
     def block(self, steps: int, *, publish: bool) -> float:
         """Mean seconds of a step. What goes on behind the last one is waited for, but not counted."""
         batches = self._rollouts()
-        self._step(
-            batches, publish=publish
-        )  # or the first that counts would have no work of a publish beside it
+        # One more before, or the first that counts would have no work of a publish beside it.
+        self._step(batches, publish=publish)
         begin = time.perf_counter()
         for _ in range(steps):
             self._step(batches, publish=publish)

@@ -83,32 +83,26 @@ def test_groups_are_noted_alike_by_all_means(
     assert tuple(map(int, lanes)) == tuple(map(int, expected))
 
 
-@pytest.mark.skipif(not COMPRESSES, reason="needs AVX-512 VBMI2")
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.9, 1.0])
-def test_changes_taken_together_are_all_and_nothing_is_written_behind_them(
+def test_changes_close_together_are_all_found_and_nothing_is_written_behind_them(
     width: int, density: float, rng: np.random.Generator
 ) -> None:
-    groups = 7
-    old = random_bits(width, groups * GROUP, rng)
+    length = (kernels_find.BLOCK_GROUPS + 7) * GROUP
+    old = random_bits(width, length, rng)
     new = change(old, density, rng)
     at = np.flatnonzero(old != new)
-    entries = groups * GROUP + GROUP
+    entries = length + GROUP
     positions = np.full(entries + GROUP, 77, np.uint32)
     olds, news = (np.full(entries + GROUP, 77, old.dtype) for _ in range(2))
-    taken = kernels_find.take(
-        np.uint64(old.ctypes.data),
-        np.uint64(new.ctypes.data),
-        groups,
-        1000,
-        positions,
-        olds,
-        news,
-        TAGS[width],
+    sides = [np.array([side.ctypes.data], np.uint64) for side in (old, new)]
+    starts, seeds = np.array([0, length]), rng.integers(1 << 63, size=(1, 2)).astype(np.uint64)
+    found, *_ = kernels_find.find_interval(
+        *sides, starts, seeds, 0, 0, length, positions, olds, news, TAGS[width]
     )
-    assert taken == len(at)
-    for written, expected in ((positions, 1000 + at), (olds, old[at]), (news, new[at])):
-        assert np.array_equal(written[:taken], expected)
+    assert found == len(at)
+    for written, expected in ((positions, at), (olds, old[at]), (news, new[at])):
+        assert np.array_equal(written[:found], expected)
         assert np.all(written[entries:] == 77)
 
 

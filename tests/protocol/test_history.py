@@ -48,9 +48,8 @@ class Histories(RuleBasedStateMachine):
         self.told: dict[int, int] = {}  # version -> step, as a publisher said
         self.versions: list[int | None] = []  # step of each version seen
         self.at: dict[int, int] = {}  # version -> step whose bits it must have
-        self.unsure: set[str] = (
-            set()
-        )  # tensors that are gone; a crashed publisher may not have committed that
+        # Tensors that are gone, which a publisher that crashed may not have committed.
+        self.unsure: set[str] = set()
         self.opened: list[Publisher] = []
         self.zombies: list[Publisher] = []
 
