@@ -37,6 +37,9 @@ EDITABLE := --config-settings editable_mode=strict
 # Type errors name the installed files; the path in the checkout is more use.
 IN_CHECKOUT := sed 's|^out/.*/site-packages/weightcast/||'
 
+# What is compiled is kept, whatever this shell says: nothing is at set-up, and tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
