@@ -45,7 +45,7 @@ class Nursery:
     """The process that others are forks of. Used by one thread.
 
     Args:
-        modules: that it imports. None may start a thread when it is imported.
+        modules: that it imports; of `module:function`, the function is run, too. None may leave a thread behind.
         variables: beside those of this process, of the environment that they are imported in.
     """
 
@@ -96,7 +96,10 @@ class Nursery:
 def main(*modules: str) -> None:
     """Serve until nobody can ask any more; in a fork, run what was asked for."""
     for name in modules:
-        importlib.import_module(name)
+        module, _, function = name.partition(":")
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
     if _serve():
         module, _, function = sys.argv[0].partition(":")
         sys.exit(getattr(importlib.import_module(module), function)())

@@ -62,8 +62,8 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    """One for all tests of this module."""
-    found = Nursery("tests.publisher.trainer")
+    """One for all tests of this module, which has loaded what its trainers run."""
+    found = Nursery("tests.publisher.trainer", "tests.publisher.group.kit:warm")
     yield found
     found.close()
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from tests.faultstore import FaultStore, refuse
+from tests.publisher.group.kit import warm
 from tests.publisher.hooks import trainer_worker
 from tests.publisher.hooks.kit import sharded, tiny_qwen3
 from weightcast.manifest.store import open_store
@@ -81,7 +82,8 @@ def train(mode: str, out: Path) -> None:
 def main(folder: Path, modes: list[str]) -> None:
     """One mode after the other. Ends with the number of ranks that failed."""
     context = multiprocessing.get_context("fork")
-    torch.optim.AdamW(tiny_qwen3().parameters())  # so that what they need is imported once
+    torch.optim.AdamW(tiny_qwen3().parameters())  # so that what they need is imported once,
+    warm()  # and the loops over elements are loaded once
     failed = 0
     for mode in modes:
         (folder / mode).mkdir()
