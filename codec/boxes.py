@@ -106,7 +106,7 @@ def digest_box(space: FlatSpace, box: Box, address: int) -> Digest:
     Raises:
         UsageError: the box is not inside one tensor of the space.
     """
-    begin, length, run, stride, seed0, seed1 = _figures(space, box, box.tensor(space))
+    begin, length, run, stride, seed = _figures(space, box, box.tensor(space))
     spare = _spare()
     lanes = kernels_boxes.digest_box(
         np.uint64(address),
@@ -114,8 +114,7 @@ def digest_box(space: FlatSpace, box: Box, address: int) -> Digest:
         length,
         run,
         stride,
-        seed0,
-        seed1,
+        seed,
         np.uint64(spare.ctypes.data),
         TAGS[space.width],
     )
@@ -134,11 +133,11 @@ def find_box(space: FlatSpace, box: Box, new: int, old: int) -> Found:
         UsageError: the box is not inside one tensor of the space, or longer than a row may be.
     """
     position = _row_tensor(space, box)
-    begin, length, run, stride, seed0, seed1 = _figures(space, box, position)
+    begin, length, run, stride, seed = _figures(space, box, position)
     room = own_rooms.take(box.length, space.width)
     positions, olds, news = room.positions, room.olds, room.news
     count, *lanes = kernels_boxes.compare_box(
-        np.uint64(old), np.uint64(new), begin, length, run, stride, seed0, seed1, _spare(),
+        np.uint64(old), np.uint64(new), begin, length, run, stride, seed, _spare(),
         positions, olds, news, TAGS[space.width],
     )  # fmt: skip
     found = Found(
@@ -225,10 +224,10 @@ def _row_tensor(space: FlatSpace, box: Box) -> int:
 
 
 def _figures(space: FlatSpace, box: Box, position: int) -> tuple[Any, ...]:
-    """What the kernels take of a box: begin, length, run, stride, both seeds."""
+    """What the kernels take of a box: begin, length, run, stride, the tensor's seed."""
     begin = box.start - int(space.starts[position])
     seeds = space.seeds[position]
-    return begin, box.length, *box.spacing, seeds[0], seeds[1]
+    return begin, box.length, *box.spacing, (seeds[0], seeds[1], seeds[2])
 
 
 def _spare() -> npt.NDArray[np.uint64]:

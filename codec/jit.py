@@ -10,7 +10,7 @@ of kernels that it calls. After a change here, touch all files with kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
@@ -31,12 +31,21 @@ GROUP: Final = 64
 """Elements `differ` compares at once: one bit each in a 64-bit mask."""
 
 LANES: Final = 8
-"""Words that `weigh` handles in one vector: one AVX-512 register, or two of AVX2."""
+"""Words that `weigh_words` handles in one vector: one AVX-512 register, or two of AVX2."""
 
 GOLDEN: Final = 0x9E3779B97F4A7C15
 MIX1: Final = 0xBF58476D1CE4E5B9
 MIX2: Final = 0x94D049BB133111EB
-"""splitmix64: increment and the multipliers of the finaliser (docs/format.md, state digest)."""
+MIX3: Final = 0xD6E8FEB86659FD93
+"""splitmix64's increment, the multipliers of its finaliser, and one more (docs/format.md, state digest)."""
+
+LOW: Final = 2**32 - 1
+"""The lower half of a word."""
+
+OWN: Final = np.uint8(0)
+SHARED: Final = np.uint16(0)
+"""Tags of how weights are made: `mix_1`, each lane by itself, or `mix_2`, half of it for both. As with widths, the type
+selects the variant."""
 
 I64: Final = ir.IntType(64)
 
@@ -126,18 +135,17 @@ def emit_prefetch(builder: Any, address: Any) -> None:
 
 
 @intrinsic
-def weigh(typingctx: Any, address: Any, vectors: Any, z0: Any, z1: Any, tag: Any) -> Any:
-    """weigh(address: uint64, vectors: int64, z0, z1: uint64, tag) -> (uint64, uint64): the digest of words.
+def weigh_words(typingctx: Any, address: Any, vectors: Any, z0: Any, z1: Any, mix: Any, tag: Any) -> Any:
+    """weigh_words(address: uint64, vectors: int64, z0, z1: uint64, mix, tag) -> (uint64, uint64): the digest of words.
 
-    Of the `8 * vectors` words at `address`; z0 and z1 are seed + index * GOLDEN of the first, a lane each.
+    Of the `8 * vectors` words at `address`. z0 and z1 are seed + word * GOLDEN of the first, a lane each, but z1 is the
+    seed alone under `SHARED`; mix is the tag of either.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, vectors, *starts = args[:4]
         vector = ir.VectorType(I64, LANES)
-        step = emit_splat(vector, LANES * GOLDEN)
-        ramp = ir.Constant(vector, [i * GOLDEN & (2**64 - 1) for i in range(LANES)])
-        firsts = [builder.add(emit_broadcast(builder, z, vector), ramp) for z in starts]
+        firsts = emit_firsts(builder, starts, mix)
         entry = builder.block
         loop, done = builder.append_basic_block("weigh"), builder.append_basic_block("weighed")
         builder.cbranch(builder.icmp_signed(">", vectors, I64(0)), loop, done)
@@ -150,15 +158,13 @@ def weigh(typingctx: Any, address: Any, vectors: Any, z0: Any, z1: Any, tag: Any
         words = builder.load(pointer_of(builder, at, vector), align=1)
         after = builder.add(index, I64(1))
         index.add_incoming(after, loop)
-        totals = []
-        for z, total, first, bits in zip(
-            zs, sums, firsts, (words, emit_reverse(builder, words, tag.bitwidth)), strict=True
+        contents = (words, emit_reverse(builder, words, tag.bitwidth))
+        totals = emit_weighed(builder, sums, contents, zs, mix)
+        for phis, initials, values in (
+            (zs, firsts, emit_next(builder, zs, mix)),
+            (sums, [emit_splat(vector, 0)] * 2, totals),
         ):
-            totals.append(builder.add(total, builder.mul(bits, emit_mix(builder, z, vector))))
-            for phi, initial, value in (
-                (z, first, builder.add(z, step)),
-                (total, emit_splat(vector, 0), totals[-1]),
-            ):
+            for phi, initial, value in zip(phis, initials, values, strict=True):
                 phi.add_incoming(initial, entry)
                 phi.add_incoming(value, loop)
         builder.cbranch(builder.icmp_signed("<", after, vectors), loop, done)
@@ -171,7 +177,7 @@ def weigh(typingctx: Any, address: Any, vectors: Any, z0: Any, z1: Any, tag: Any
         return context.make_tuple(builder, signature.return_type, lanes)
 
     result = types.UniTuple(types.uint64, 2)
-    return result(types.uint64, types.int64, types.uint64, types.uint64, tag), codegen
+    return result(types.uint64, types.int64, types.uint64, types.uint64, mix, tag), codegen
 
 
 def emit_reverse(builder: Any, words: Any, bits: int) -> Any:
@@ -197,12 +203,57 @@ def emit_broadcast(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
     )
 
 
-def emit_mix(builder: Any, z: Any, vector: ir.VectorType) -> Any:
-    z = builder.xor(z, builder.lshr(z, emit_splat(vector, 30)))
-    z = builder.mul(z, emit_splat(vector, MIX1))
-    z = builder.xor(z, builder.lshr(z, emit_splat(vector, 27)))
-    z = builder.mul(z, emit_splat(vector, MIX2))
-    return builder.or_(builder.xor(z, builder.lshr(z, emit_splat(vector, 31))), emit_splat(vector, 1))
+def emit_firsts(builder: Any, starts: Sequence[Any], mix: Any) -> list[Any]:
+    """What the weights of the first vector of words are made of, a lane each, from what those of its first word are."""
+    vector = ir.VectorType(I64, LANES)
+    ramp = ir.Constant(vector, [i * GOLDEN & (2**64 - 1) for i in range(LANES)])
+    first, second = (emit_broadcast(builder, z, vector) for z in starts)
+    return [builder.add(first, ramp), builder.add(second, ramp) if is_own(mix) else second]
+
+
+def emit_next(builder: Any, zs: Sequence[Any], mix: Any) -> list[Any]:
+    """The same of the next vector."""
+    step = emit_splat(zs[0].type, LANES * GOLDEN)
+    return [builder.add(zs[0], step), builder.add(zs[1], step) if is_own(mix) else zs[1]]
+
+
+def emit_weighed(
+    builder: Any, sums: Sequence[Any], contents: Sequence[Any], zs: Sequence[Any], mix: Any
+) -> list[Any]:
+    """sums + contents * weights, a lane each. zs: what the weights are made of."""
+    weights = emit_weights(builder, zs, mix)
+    return [
+        builder.add(total, builder.mul(content, weight))
+        for total, content, weight in zip(sums, contents, weights, strict=True)
+    ]
+
+
+def emit_weights(builder: Any, zs: Sequence[Any], mix: Any) -> list[Any]:
+    """Vectors of weights, a lane each, of vectors seed + word * GOLDEN; of mix_2, the second is the seed alone."""
+    vector = zs[0].type
+
+    def shaken(z: Any, bits: int) -> Any:
+        return builder.xor(z, builder.lshr(z, emit_splat(vector, bits)))
+
+    def times(z: Any, factor: int) -> Any:
+        return builder.mul(z, emit_splat(vector, factor))
+
+    if is_own(mix):
+        mixed = [shaken(times(shaken(times(shaken(z, 30), MIX1), 27), MIX2), 31) for z in zs]
+    else:
+        low, half = emit_splat(vector, LOW), emit_splat(vector, 32)
+        turned = builder.or_(builder.shl(zs[0], half), builder.lshr(zs[0], half))
+        odd = builder.or_(
+            turned, emit_splat(vector, 1)
+        )  # a product of halves takes a third of the time of whole words
+        both = builder.xor(turned, builder.mul(builder.and_(zs[0], low), builder.and_(odd, low)))
+        mixed = [shaken(times(both, MIX2), 32), shaken(times(builder.xor(both, zs[1]), MIX3), 32)]
+    return [builder.or_(z, emit_splat(vector, 1)) for z in mixed]
+
+
+def is_own(mix: Any) -> bool:
+    """Whether a tag, as a type, is that of `OWN`."""
+    return bool(mix.bitwidth == OWN.itemsize * 8)
 
 
 def emit_sum(builder: Any, vector: Any) -> Any:

@@ -13,7 +13,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .jit import GOLDEN, GROUP, I64, LANES, emit_broadcast, emit_mix, emit_splat, emit_sum, pointer_of
+from .jit import (
+    GOLDEN,
+    GROUP,
+    I64,
+    LANES,
+    emit_broadcast,
+    emit_splat,
+    emit_sum,
+    emit_weighed,
+    is_own,
+    pointer_of,
+)
 from .jit_find import emit_compress, emit_note
 
 
@@ -27,14 +38,15 @@ def weigh_changes(
     shift: Any,
     seed0: Any,
     seed1: Any,
+    mix: Any,
     position: Any,
     tag: Any,
 ) -> Any:
-    """weigh_changes(positions, olds, news: uint64, vectors, shift: int64, seed0, seed1: uint64, position, tag)
-    -> (uint64, uint64): sum of (new - old) * R.
+    """weigh_changes(positions, olds, news: uint64, vectors, shift: int64, seed0, seed1: uint64, mix, position,
+    tag) -> (uint64, uint64): sum of (new - old) * R.
 
     Of the `8 * vectors` changes at these addresses; those of positions are of the type of `position`, and with `shift`
-    added they are elements of one tensor.
+    added they are elements of one tensor. mix: as for `weigh_words`.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -58,15 +70,16 @@ def weigh_changes(
             word = builder.lshr(index, emit_splat(vector, each.bit_length() - 1))
             golden = builder.mul(word, emit_splat(vector, GOLDEN))
             slots = (slot, builder.sub(emit_splat(vector, 64 - bits), slot))
-            for total, seed, place in zip(sums, seeds, slots, strict=True):
-                weight = emit_mix(builder, builder.add(seed, golden), vector)
-                moved = builder.mul(builder.shl(step, place), weight)
-                builder.store(builder.add(builder.load(total), moved), total)
+            zs = [builder.add(seeds[0], golden), builder.add(seeds[1], golden) if is_own(mix) else seeds[1]]
+            moved = [builder.shl(step, place) for place in slots]
+            totals = emit_weighed(builder, [builder.load(total) for total in sums], moved, zs, mix)
+            for place, total in zip(sums, totals, strict=True):
+                builder.store(total, place)
         lanes = [emit_sum(builder, builder.load(total)) for total in sums]
         return context.make_tuple(builder, signature.return_type, lanes)
 
     u64, i64 = types.uint64, types.int64
-    return types.UniTuple(u64, 2)(u64, u64, u64, i64, i64, u64, u64, position, tag), codegen
+    return types.UniTuple(u64, 2)(u64, u64, u64, i64, i64, u64, u64, mix, position, tag), codegen
 
 
 @intrinsic

@@ -17,16 +17,17 @@ from numba.extending import intrinsic
 
 from .jit import (
     COMPILES_FOR_HOST,
-    GOLDEN,
     GROUP,
     I64,
     LANES,
     emit_broadcast,
-    emit_mix,
+    emit_firsts,
+    emit_next,
     emit_prefetch,
     emit_reverse,
     emit_splat,
     emit_sum,
+    emit_weighed,
     pointer_of,
 )
 
@@ -39,26 +40,36 @@ NOTED: Final = 16
 
 @intrinsic
 def compare_groups(
-    typingctx: Any, old: Any, new: Any, ahead: Any, groups: Any, z0: Any, z1: Any, masks: Any, tag: Any
+    typingctx: Any,
+    old: Any,
+    new: Any,
+    ahead: Any,
+    groups: Any,
+    z0: Any,
+    z1: Any,
+    mix: Any,
+    masks: Any,
+    tag: Any,
 ) -> Any:
-    """compare_groups(old, new: uint64, ahead, groups: int64, z0, z1, masks: uint64, tag) -> (uint64, uint64).
+    """compare_groups(old, new: uint64, ahead, groups: int64, z0, z1: uint64, mix, masks: uint64, tag)
+    -> (uint64, uint64).
 
-    `differ` and `weigh` at once, for at least one group: a word for each at the address `masks`, whose bit j says
-    whether elements j differ, and the digest of the new ones. z0 and z1 are as for `weigh`; what lies `ahead` bytes
+    `differ` and `weigh_words` at once, for at least one group: a word for each at the address `masks`, whose bit j says
+    whether elements j differ, and the digest of the new ones. z0, z1 and mix are as there; what lies `ahead` bytes
     further on is fetched.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def keep(index: Any, mask: Any, state: Any) -> Any:
-            at = builder.add(args[6], builder.mul(index, I64(8)))
+            at = builder.add(args[7], builder.mul(index, I64(8)))
             builder.store(mask, pointer_of(builder, at, I64), align=1)
             return state
 
-        lanes, _ = _groups(builder, args[:6], tag, I64(0), keep)
+        lanes, _ = _groups(builder, args[:6], mix, tag, I64(0), keep)
         return context.make_tuple(builder, signature.return_type, lanes)
 
     u64, i64 = types.uint64, types.int64
-    return types.UniTuple(u64, 2)(u64, u64, i64, i64, u64, u64, u64, tag), codegen
+    return types.UniTuple(u64, 2)(u64, u64, i64, i64, u64, u64, mix, u64, tag), codegen
 
 
 @intrinsic
@@ -70,11 +81,12 @@ def note_groups(
     groups: Any,
     z0: Any,
     z1: Any,
+    mix: Any,
     relative: Any,
     positions: Any,
     tag: Any,
 ) -> Any:
-    """note_groups(as `compare_groups` up to z1, relative: uint32, positions: uint64, tag) -> (uint64, uint64, uint64).
+    """note_groups(as `compare_groups` up to mix, relative: uint32, positions: uint64, tag) -> (uint64, uint64, uint64).
 
     Writes relative + i for each element i that differs, as uint32, in order, to the address `positions`; returns how
     many, and the digest. Up to `GROUP` entries more are overwritten. Needs `COMPRESSES`.
@@ -84,24 +96,25 @@ def note_groups(
         word = ir.IntType(32)
 
         def note(index: Any, mask: Any, found: Any) -> Any:
-            first = builder.add(args[6], builder.trunc(builder.mul(index, I64(GROUP)), word))
+            first = builder.add(args[7], builder.trunc(builder.mul(index, I64(GROUP)), word))
             return builder.add(
-                found, emit_note(builder, mask, first, builder.add(args[7], builder.mul(found, I64(4))))
+                found, emit_note(builder, mask, first, builder.add(args[8], builder.mul(found, I64(4))))
             )
 
-        lanes, found = _groups(builder, args[:6], tag, I64(0), note)
+        lanes, found = _groups(builder, args[:6], mix, tag, I64(0), note)
         return context.make_tuple(builder, signature.return_type, [found, *lanes])
 
     u64, i64 = types.uint64, types.int64
-    return types.UniTuple(u64, 3)(u64, u64, i64, i64, u64, u64, types.uint32, u64, tag), codegen
+    return types.UniTuple(u64, 3)(u64, u64, i64, i64, u64, u64, mix, types.uint32, u64, tag), codegen
 
 
-def _groups(builder: Any, args: Any, tag: Any, state: Any, each: Callable[[Any, Any, Any], Any]) -> Any:
+def _groups(
+    builder: Any, args: Any, mix: Any, tag: Any, state: Any, each: Callable[[Any, Any, Any], Any]
+) -> Any:
     """The loop over groups: (digest, last state). `each` makes a state of a group's number, mask and the one before."""
     old, new, ahead, groups, *starts = args
     vector = ir.VectorType(I64, LANES)
-    ramp = ir.Constant(vector, [i * GOLDEN & (2**64 - 1) for i in range(LANES)])
-    firsts = [builder.add(emit_broadcast(builder, z, vector), ramp) for z in starts]
+    firsts = emit_firsts(builder, starts, mix)
     entry = builder.block
     loop, done = builder.append_basic_block("compare"), builder.append_basic_block("compared")
     builder.branch(loop)
@@ -109,44 +122,38 @@ def _groups(builder: Any, args: Any, tag: Any, state: Any, each: Callable[[Any, 
     index, current = builder.phi(I64), builder.phi(state.type)
     zs, sums = ([builder.phi(vector) for _ in firsts] for _ in range(2))
     group = builder.mul(index, I64(GROUP * tag.bitwidth // 8))
-    weighed = list(zip(zs, sums, strict=True))
-    mask = I64(0)
+    after_zs, totals, mask = zs, sums, I64(0)
     for k in range(GROUP * tag.bitwidth // (64 * LANES)):
         shift = builder.add(group, I64(8 * LANES * k))
         sides = [builder.add(side, shift) for side in (old, new)]
-        marks, weighed = _compared(builder, sides, ahead, weighed, tag)
+        marks, contents = _compared(builder, sides, ahead, tag)
+        totals = emit_weighed(builder, totals, contents, after_zs, mix)
+        after_zs = emit_next(builder, after_zs, mix)
         bits = builder.zext(builder.bitcast(marks, ir.IntType(marks.type.count)), I64)
         mask = builder.or_(mask, builder.shl(bits, I64(marks.type.count * k)))
     result = each(index, mask, current)
     after = builder.add(index, I64(1))
     phis = [(index, I64(0), after), (current, state, result)]
-    phis += [(phi, first, z) for phi, first, (z, _) in zip(zs, firsts, weighed, strict=True)]
-    phis += [(phi, emit_splat(vector, 0), total) for phi, (_, total) in zip(sums, weighed, strict=True)]
+    phis += zip(zs, firsts, after_zs, strict=True)
+    phis += zip(sums, [emit_splat(vector, 0)] * 2, totals, strict=True)
     for phi, initial, value in phis:
         phi.add_incoming(initial, entry)
         phi.add_incoming(value, builder.block)
     builder.cbranch(builder.icmp_signed("<", after, groups), loop, done)
     builder.position_at_end(done)
-    return [emit_sum(builder, total) for _, total in weighed], result
+    return [emit_sum(builder, total) for total in totals], result
 
 
-def _compared(builder: Any, sides: list[Any], ahead: Any, weighed: Any, tag: Any) -> Any:
-    """One vector of both sides: which elements differ; of each lane, z and the sum after the new side's words."""
+def _compared(builder: Any, sides: list[Any], ahead: Any, tag: Any) -> Any:
+    """One vector of both sides: which elements differ; what each lane of the digest weighs of the new one."""
     vector = ir.VectorType(I64, LANES)
     elements = ir.VectorType(ir.IntType(tag.bitwidth), LANES * 64 // tag.bitwidth)
     for at in sides:
         emit_prefetch(builder, builder.add(at, ahead))
     words = builder.load(pointer_of(builder, sides[1], vector), align=1)
     before = builder.load(pointer_of(builder, sides[0], elements), align=1)
-    contents = (words, emit_reverse(builder, words, tag.bitwidth))
-    after = [
-        (
-            builder.add(z, emit_splat(vector, LANES * GOLDEN)),
-            builder.add(total, builder.mul(content, emit_mix(builder, z, vector))),
-        )
-        for (z, total), content in zip(weighed, contents, strict=True)
-    ]
-    return builder.icmp_unsigned("!=", builder.bitcast(words, elements), before), after
+    marks = builder.icmp_unsigned("!=", builder.bitcast(words, elements), before)
+    return marks, (words, emit_reverse(builder, words, tag.bitwidth))
 
 
 def emit_note(builder: Any, mask: Any, relative: Any, positions: Any) -> Any:

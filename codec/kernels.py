@@ -1,9 +1,9 @@
 """The loops over elements. Everything else in this package only prepares their arguments.
 
 Common arguments: `addresses` uint64 [n], byte address of each tensor of a flat space; `starts` int64 [n + 1]
-and `seeds` uint64 [n, 2] as in `FlatSpace`; `first`, the tensor in which the work begins; `tag`, see `jit`.
-Positions are elements of the flat space, or of the interval where they are said to be relative. Nothing here
-is checked: callers pass intervals inside the space and outputs that hold the worst case.
+and `seeds` uint64 [n, 3] as in `FlatSpace`; `seed`, a row of those as a tuple; `first`, the tensor in which the work
+begins; `tag`, see `jit`. Positions are elements of the flat space, or of the interval where they are said to be
+relative. Nothing here is checked: callers pass intervals inside the space and outputs that hold the worst case.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from .jit import (
     GOLDEN,
     GROUP,
     LANES,
+    LOW,
     MIX1,
     MIX2,
+    MIX3,
+    OWN,
+    SHARED,
     differ,
     kernel,
     load,
     prefetch,
     store,
     trailing_zeros,
-    weigh,
+    weigh_words,
     width,
 )
 from .jit_changes import weigh_changes
@@ -42,6 +46,10 @@ FETCHED: Final = 32
 LINE_BYTES: Final = 64
 """Bytes of a cache line."""
 
+MIX_2: Final = np.uint64(2)
+"""In a seed: weights are those of `mix_2` (docs/format.md, state digest). Else of `mix_1`."""
+
+Seed = tuple[np.uint64, np.uint64, np.uint64]
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
@@ -50,21 +58,38 @@ Positions = npt.NDArray[np.uint32]
 
 
 @kernel
-def weight(seed: np.uint64, word: int | np.uint64) -> np.uint64:
-    """R_k(word) of a tensor with this seed."""
-    z = seed + np.uint64(word) * np.uint64(GOLDEN)
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(MIX1)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(MIX2)
-    z ^= z >> np.uint64(31)
-    return z | np.uint64(1)
+def seed_of(seeds: Words, tensor: int) -> Seed:
+    """Of a tensor: the seeds of both lanes, and the number of the way in which weights are made of them."""
+    return seeds[tensor, 0], seeds[tensor, 1], seeds[tensor, 2]
 
 
 @kernel
-def digest_word(
-    address: np.uint64, index: int, count: int, seed0: np.uint64, seed1: np.uint64, tag: Any
-) -> Any:
+def weight(seed: Seed, lane: int, word: int | np.uint64) -> np.uint64:
+    """R_lane(word) of a tensor."""
+    golden = np.uint64(word) * np.uint64(GOLDEN)
+    if seed[2] != MIX_2:
+        z = seed[lane] + golden
+        z = (z ^ z >> np.uint64(30)) * np.uint64(MIX1)
+        z = (z ^ z >> np.uint64(27)) * np.uint64(MIX2)
+        return z ^ z >> np.uint64(31) | np.uint64(1)
+    z = seed[0] + golden
+    turned = z << np.uint64(32) | z >> np.uint64(32)
+    z = turned ^ (z & np.uint64(LOW)) * ((turned | np.uint64(1)) & np.uint64(LOW))
+    z = z * np.uint64(MIX2) if lane == 0 else (z ^ seed[1]) * np.uint64(MIX3)
+    return z ^ z >> np.uint64(32) | np.uint64(1)
+
+
+@kernel
+def weigh(address: np.uint64, vectors: int, seed: Seed, word: int, tag: Any) -> Any:
+    """Digest of `LANES` * vectors words at `address`, the first of which is word `word` of its tensor."""
+    golden = np.uint64(word) * np.uint64(GOLDEN)
+    if seed[2] == MIX_2:
+        return weigh_words(address, vectors, seed[0] + golden, seed[1], SHARED, tag)
+    return weigh_words(address, vectors, seed[0] + golden, seed[1] + golden, OWN, tag)
+
+
+@kernel
+def digest_word(address: np.uint64, index: int, count: int, seed: Seed, tag: Any) -> Any:
     """Digest of `count` elements of one word, from element `index` of the tensor on."""
     low, high = np.uint64(0), np.uint64(0)
     each = 8 // width(tag)
@@ -73,27 +98,24 @@ def digest_word(
         slot = (index + i) % each
         low |= bits << np.uint64(8 * width(tag) * slot)
         high |= bits << np.uint64(8 * width(tag) * (each - 1 - slot))
-    return low * weight(seed0, index // each), high * weight(seed1, index // each)
+    return low * weight(seed, 0, index // each), high * weight(seed, 1, index // each)
 
 
 @kernel
-def digest_run(
-    address: np.uint64, index: int, count: int, seed0: np.uint64, seed1: np.uint64, tag: Any
-) -> Any:
+def digest_run(address: np.uint64, index: int, count: int, seed: Seed, tag: Any) -> Any:
     """Digest of `count` elements at `address`, the first of which is element `index` of its tensor."""
     each = 8 // width(tag)
     lane0, lane1, i = np.uint64(0), np.uint64(0), 0
     while i < count:
         vectors = (count - i) // (each * LANES)
         if (index + i) % each == 0 and vectors > 0:
-            golden = np.uint64((index + i) // each) * np.uint64(GOLDEN)
             at = address + np.uint64(i * width(tag))
-            part0, part1 = weigh(at, vectors, seed0 + golden, seed1 + golden, tag)
+            part0, part1 = weigh(at, vectors, seed, (index + i) // each, tag)
             i += vectors * each * LANES
         else:
             part = min(each - (index + i) % each, count - i)
             at = address + np.uint64(i * width(tag))
-            part0, part1 = digest_word(at, index + i, part, seed0, seed1, tag)
+            part0, part1 = digest_word(at, index + i, part, seed, tag)
             i += part
         lane0 += part0
         lane1 += part1
@@ -121,7 +143,7 @@ def digest_interval(
             index = at - starts[tensor]
             address = addresses[tensor] + np.uint64(index * width(tag))
             fetch(address + np.uint64(AHEAD_BYTES), count * width(tag))
-            part0, part1 = digest_run(address, index, count, seeds[tensor, 0], seeds[tensor, 1], tag)
+            part0, part1 = digest_run(address, index, count, seed_of(seeds, tensor), tag)
             lane0 += part0
             lane1 += part1
             at += count
@@ -201,20 +223,21 @@ def digest_change(
             tensor += 1
         stop = part_below(positions, done, count, starts[tensor + 1] - start)
         at, old, new = positions[done:stop], olds[done:stop], news[done:stop]
-        shift, seed0, seed1 = start - starts[tensor], seeds[tensor, 0], seeds[tensor, 1]
+        shift, seed = start - starts[tensor], seed_of(seeds, tensor)
         vectors = at.size // LANES
-        part0, part1 = weigh_changes(
-            np.uint64(at.ctypes.data), np.uint64(old.ctypes.data), np.uint64(new.ctypes.data),
-            vectors, np.int64(shift), seed0, seed1, at[0], old[0],
-        )  # fmt: skip
+        a, b, c = np.uint64(at.ctypes.data), np.uint64(old.ctypes.data), np.uint64(new.ctypes.data)
+        if seed[2] == MIX_2:
+            part0, part1 = weigh_changes(a, b, c, vectors, shift, seed[0], seed[1], SHARED, at[0], old[0])
+        else:
+            part0, part1 = weigh_changes(a, b, c, vectors, shift, seed[0], seed[1], OWN, at[0], old[0])
         lane0 += part0
         lane1 += part1
         for i in range(vectors * LANES, at.size):
             index = np.uint64(np.int64(at[i]) + shift)
             slot = (index & (each - np.uint64(1))) * bits
             step = np.uint64(new[i]) - np.uint64(old[i])
-            lane0 += (step << slot) * weight(seed0, index >> level)
-            lane1 += (step << (top - slot)) * weight(seed1, index >> level)
+            lane0 += (step << slot) * weight(seed, 0, index >> level)
+            lane1 += (step << (top - slot)) * weight(seed, 1, index >> level)
         done = stop
     return lane0, lane1
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .jit import kernel, load, prefetch, store, width
-from .kernels import AHEAD_BYTES, FETCHED, digest_change, digest_run, fetch, part_below
+from .kernels import AHEAD_BYTES, FETCHED, digest_change, digest_run, fetch, part_below, seed_of
 from .kernels_gaps import read_some
 from .kernels_moves import STEPPED, apply_marks, apply_some, find_some, part_pairs
 
@@ -132,13 +132,9 @@ def change_all(
             tensor += 1
         size = min(STEPPED, min(starts[tensor + 1], stop) - at)
         index, mark = at - starts[tensor], marks[at - start : at - start + size]
-        address, seed0, seed1 = (
-            addresses[tensor] + np.uint64(index * width(tag)),
-            seeds[tensor, 0],
-            seeds[tensor, 1],
-        )
+        address, seed = addresses[tensor] + np.uint64(index * width(tag)), seed_of(seeds, tensor)
         fetch(address + np.uint64(AHEAD_BYTES), size * width(tag))
-        before0, before1 = digest_run(address, index, size, seed0, seed1, tag)
+        before0, before1 = digest_run(address, index, size, seed, tag)
         old, new = olds[:size], news[:size]
         for k in range(size):
             old[k] = load(address + np.uint64(k * width(tag)), tag)
@@ -147,7 +143,7 @@ def change_all(
             return -escaped, lane0, lane1
         for k in range(size):
             store(address + np.uint64(k * width(tag)), new[k])
-        after0, after1 = digest_run(address, index, size, seed0, seed1, tag)
+        after0, after1 = digest_run(address, index, size, seed, tag)
         lane0 += after0 - before0
         lane1 += after1 - before1
         at += size

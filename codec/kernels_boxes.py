@@ -1,7 +1,7 @@
 """The loops over elements of a box, which lie side by side in memory, and whose places in the tensor do not.
 
 Common arguments: `begin`, the box's first element, counted in its tensor; `run`, `stride` as in `Row`, and both
-`length` for an interval; `seed0` and `seed1` of the tensor; `spare`, the address of `LANES` words to work in; `tag`,
+`length` for an interval; `seed` of the tensor, see `kernels`; `spare`, the address of `LANES` words to work in; `tag`,
 see `jit`. Nothing here is checked.
 """
 
@@ -11,18 +11,20 @@ from typing import Any, Final
 
 import numpy as np
 
-from .jit import GOLDEN, GROUP, LANES, kernel, load, store, weigh, width
+from .jit import GROUP, LANES, kernel, load, store, width
 from .kernels import (
     AHEAD_BYTES,
     BLOCK_BYTES,
     Bits,
     Ints,
     Positions,
+    Seed,
     Words,
     digest_word,
     fetch,
     mark_run,
     read_marked,
+    weigh,
 )
 from .kernels_find import compare_run
 
@@ -34,30 +36,26 @@ _WORD: Final = np.uint64(0)
 
 
 @kernel
-def digest_piece(
-    address: np.uint64, index: int, count: int, seed0: np.uint64, seed1: np.uint64, spare: np.uint64, tag: Any
-) -> Any:
+def digest_piece(address: np.uint64, index: int, count: int, seed: Seed, spare: np.uint64, tag: Any) -> Any:
     """As `kernels.digest_run`, but what does not fill a vector is padded to one: made for runs of a few vectors."""
     each = 8 // width(tag)
     lane0, lane1 = np.uint64(0), np.uint64(0)
     done = min(-index % each, count)
     if done > 0:
-        lane0, lane1 = digest_word(address, index, done, seed0, seed1, tag)
+        lane0, lane1 = digest_word(address, index, done, seed, tag)
     vectors = (count - done) // (each * LANES)
     if vectors > 0:
-        golden = np.uint64((index + done) // each) * np.uint64(GOLDEN)
         at = address + np.uint64(done * width(tag))
-        part0, part1 = weigh(at, vectors, seed0 + golden, seed1 + golden, tag)
+        part0, part1 = weigh(at, vectors, seed, (index + done) // each, tag)
         lane0, lane1 = lane0 + part0, lane1 + part1
         done += vectors * each * LANES
     left, at = count - done, address + np.uint64(done * width(tag))
     if left > each:
         pad(at, left, spare, tag)
-        golden = np.uint64((index + done) // each) * np.uint64(GOLDEN)
-        part0, part1 = weigh(spare, 1, seed0 + golden, seed1 + golden, tag)
+        part0, part1 = weigh(spare, 1, seed, (index + done) // each, tag)
         lane0, lane1 = lane0 + part0, lane1 + part1
     elif left > 0:
-        part0, part1 = digest_word(at, index + done, left, seed0, seed1, tag)
+        part0, part1 = digest_word(at, index + done, left, seed, tag)
         lane0, lane1 = lane0 + part0, lane1 + part1
     return lane0, lane1
 
@@ -78,7 +76,7 @@ def pad(address: np.uint64, count: int, out: np.uint64, tag: Any) -> None:
 @kernel
 def digest_part(
     address: np.uint64, begin: int, at: int, count: int, run: int, stride: int,
-    seed0: np.uint64, seed1: np.uint64, spare: np.uint64, tag: Any,
+    seed: Seed, spare: np.uint64, tag: Any,
 ) -> Any:  # fmt: skip
     """Digest of the elements [at, at + count) of a box, the first of which is at `address`."""
     lane0, lane1, done = np.uint64(0), np.uint64(0), 0
@@ -88,7 +86,7 @@ def digest_part(
     while done < count:
         piece = min(run - inside, count - done)
         part0, part1 = digest_piece(
-            address + np.uint64(done * width(tag)), place + inside, piece, seed0, seed1, spare, tag
+            address + np.uint64(done * width(tag)), place + inside, piece, seed, spare, tag
         )
         lane0 += part0
         lane1 += part1
@@ -101,7 +99,7 @@ def digest_part(
 @kernel
 def digest_box(
     address: np.uint64, begin: int, length: int, run: int, stride: int,
-    seed0: np.uint64, seed1: np.uint64, spare: np.uint64, tag: Any,
+    seed: Seed, spare: np.uint64, tag: Any,
 ) -> Any:  # fmt: skip
     """Digest of a box whose elements lie side by side from `address` on."""
     lane0, lane1, at = np.uint64(0), np.uint64(0), 0
@@ -109,7 +107,7 @@ def digest_box(
         count = min(BLOCK_BYTES // width(tag), length - at)
         part = address + np.uint64(at * width(tag))
         fetch(part + np.uint64(AHEAD_BYTES), count * width(tag))
-        part0, part1 = digest_part(part, begin, at, count, run, stride, seed0, seed1, spare, tag)
+        part0, part1 = digest_part(part, begin, at, count, run, stride, seed, spare, tag)
         lane0 += part0
         lane1 += part1
         at += count
@@ -119,7 +117,7 @@ def digest_box(
 @kernel
 def compare_box(
     old: np.uint64, new: np.uint64, begin: int, length: int, run: int, stride: int,
-    seed0: np.uint64, seed1: np.uint64, spare: Words, positions: Positions, olds: Bits, news: Bits, tag: Any,
+    seed: Seed, spare: Words, positions: Positions, olds: Bits, news: Bits, tag: Any,
 ) -> Any:  # fmt: skip
     """(number of changes, lane 0, lane 1): all changes of a box and the digest of its new bits.
 
@@ -128,9 +126,7 @@ def compare_box(
     """
     work = np.uint64(spare.ctypes.data)
     if run * width(tag) < LONG_RUN_BYTES:
-        return compare_blocks(
-            old, new, begin, length, run, stride, seed0, seed1, work, positions, olds, news, tag
-        )
+        return compare_blocks(old, new, begin, length, run, stride, seed, work, positions, olds, news, tag)
     lane0, lane1, found, place, each = np.uint64(0), np.uint64(0), 0, begin, 8 // width(tag)
     for at in range(0, length, run):
         head = -place % each
@@ -138,17 +134,17 @@ def compare_box(
         middle, end = at + head, at + run - rest
         a, b = old + np.uint64(at * width(tag)), new + np.uint64(at * width(tag))
         found, part0, part1 = compare_edge(
-            a, b, place, head, at, seed0, seed1, work, positions, olds, news, found, tag
+            a, b, place, head, at, seed, work, positions, olds, news, found, tag
         )
         lane0, lane1 = lane0 + part0, lane1 + part1
         a, b = old + np.uint64(middle * width(tag)), new + np.uint64(middle * width(tag))
         found, part0, part1 = compare_run(
-            a, b, place + head, end - middle, middle, seed0, seed1, positions, olds, news, found, tag
+            a, b, place + head, end - middle, middle, seed, positions, olds, news, found, tag
         )
         lane0, lane1 = lane0 + part0, lane1 + part1
         a, b = old + np.uint64(end * width(tag)), new + np.uint64(end * width(tag))
         found, part0, part1 = compare_edge(
-            a, b, place + run - rest, rest, end, seed0, seed1, work, positions, olds, news, found, tag
+            a, b, place + run - rest, rest, end, seed, work, positions, olds, news, found, tag
         )
         lane0, lane1 = lane0 + part0, lane1 + part1
         place += stride
@@ -157,11 +153,11 @@ def compare_box(
 
 @kernel
 def compare_edge(
-    old: np.uint64, new: np.uint64, index: int, count: int, relative: int, seed0: np.uint64, seed1: np.uint64,
+    old: np.uint64, new: np.uint64, index: int, count: int, relative: int, seed: Seed,
     spare: np.uint64, positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
 ) -> Any:  # fmt: skip
     """As `kernels_find.compare_run`, for what is no whole group."""
-    lane0, lane1 = digest_piece(new, index, count, seed0, seed1, spare, tag)
+    lane0, lane1 = digest_piece(new, index, count, seed, spare, tag)
     marked = mark_run(old, new, count, relative, positions, found, tag)
     return read_marked(old, new, relative, positions, olds, news, found, marked, tag), lane0, lane1
 
@@ -169,7 +165,7 @@ def compare_edge(
 @kernel
 def compare_blocks(
     old: np.uint64, new: np.uint64, begin: int, length: int, run: int, stride: int,
-    seed0: np.uint64, seed1: np.uint64, spare: np.uint64,
+    seed: Seed, spare: np.uint64,
     positions: Positions, olds: Bits, news: Bits, tag: Any,
 ) -> Any:  # fmt: skip
     """The same for short runs, many of which are compared at once."""
@@ -180,7 +176,7 @@ def compare_blocks(
         a, b = old + shift, new + shift
         fetch(a + np.uint64(AHEAD_BYTES), count * width(tag))
         fetch(b + np.uint64(AHEAD_BYTES), count * width(tag))
-        part0, part1 = digest_part(b, begin, at, count, run, stride, seed0, seed1, spare, tag)
+        part0, part1 = digest_part(b, begin, at, count, run, stride, seed, spare, tag)
         lane0 += part0
         lane1 += part1
         marked = mark_run(a, b, count, at, positions, found, tag)

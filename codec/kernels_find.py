@@ -10,18 +10,21 @@ from typing import Any, Final
 
 import numpy as np
 
-from .jit import GOLDEN, GROUP, kernel, trailing_zeros, width
+from .jit import GOLDEN, GROUP, OWN, SHARED, kernel, trailing_zeros, width
 from .jit_changes import take_groups
 from .jit_find import COMPRESSES, compare_groups, note_groups
 from .kernels import (
+    MIX_2,
     Bits,
     Ints,
     Positions,
+    Seed,
     Words,
     digest_change,
     digest_run,
     mark_run,
     read_marked,
+    seed_of,
 )
 
 AHEAD_BYTES: Final = 4096
@@ -41,12 +44,14 @@ TURNS: Final = 2
 
 @kernel
 def note_by_turns(
-    old: np.uint64, new: np.uint64, groups: int, z0: np.uint64, z1: np.uint64, relative: np.uint32,
+    old: np.uint64, new: np.uint64, groups: int, z0: np.uint64, z1: np.uint64, mix: Any, relative: np.uint32,
     positions: Positions, found: int, tag: Any,
 ) -> Any:  # fmt: skip
     """As `note_by_vectors`, on any machine. At most `BLOCK_GROUPS` groups."""
     masks = np.empty(BLOCK_GROUPS, np.uint64)
-    lane0, lane1 = compare_groups(old, new, AHEAD_BYTES, groups, z0, z1, np.uint64(masks.ctypes.data), tag)
+    lane0, lane1 = compare_groups(
+        old, new, AHEAD_BYTES, groups, z0, z1, mix, np.uint64(masks.ctypes.data), tag
+    )
     for group in range(groups):
         mask, turn = masks[group], 0
         while turn < TURNS or mask != np.uint64(0):  # no processor predicts where changes are
@@ -59,16 +64,29 @@ def note_by_turns(
 
 @kernel
 def note_by_vectors(
-    old: np.uint64, new: np.uint64, groups: int, z0: np.uint64, z1: np.uint64, relative: np.uint32,
+    old: np.uint64, new: np.uint64, groups: int, z0: np.uint64, z1: np.uint64, mix: Any, relative: np.uint32,
     positions: Positions, found: int, tag: Any,
 ) -> Any:  # fmt: skip
     """`jit_find.note_groups` to positions from entry `found` on: (the new `found`, lane 0, lane 1)."""
     at = np.uint64(positions.ctypes.data) + np.uint64(4 * found)
-    noted, lane0, lane1 = note_groups(old, new, AHEAD_BYTES, groups, z0, z1, relative, at, tag)
+    noted, lane0, lane1 = note_groups(old, new, AHEAD_BYTES, groups, z0, z1, mix, relative, at, tag)
     return found + np.int64(noted), lane0, lane1
 
 
-note: Final = note_by_vectors if COMPRESSES else note_by_turns
+note_mixed: Final = note_by_vectors if COMPRESSES else note_by_turns
+
+
+@kernel
+def note(
+    old: np.uint64, new: np.uint64, groups: int, seed: Seed, word: int, relative: np.uint32,
+    positions: Positions, found: int, tag: Any,
+) -> Any:  # fmt: skip
+    """`note_by_vectors` where the machine can: groups of which the first begins with word `word` of its tensor."""
+    golden = np.uint64(word) * np.uint64(GOLDEN)
+    z0, z1 = seed[0] + golden, seed[1]
+    if seed[2] == MIX_2:
+        return note_mixed(old, new, groups, z0, z1, SHARED, relative, positions, found, tag)
+    return note_mixed(old, new, groups, z0, z1 + golden, OWN, relative, positions, found, tag)
 
 
 @kernel
@@ -91,7 +109,7 @@ def take(
 
 @kernel
 def compare_run(
-    old: np.uint64, new: np.uint64, index: int, count: int, relative: int, seed0: np.uint64, seed1: np.uint64,
+    old: np.uint64, new: np.uint64, index: int, count: int, relative: int, seed: Seed,
     positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
 ) -> Any:  # fmt: skip
     """(found, lane 0, lane 1): append the changes of a run to positions, olds and news; the digest of its new bits.
@@ -101,16 +119,15 @@ def compare_run(
     """
     each = 8 // width(tag)
     head = min(count, -index % each)
-    lane0, lane1 = digest_run(new, index, head, seed0, seed1, tag)
+    lane0, lane1 = digest_run(new, index, head, seed, tag)
     marked = mark_run(old, new, head, relative, positions, found, tag)
     found = read_marked(old, new, relative, positions, olds, news, found, marked, tag)
     end = head + (count - head) // GROUP * GROUP
     for block in range(head, end, BLOCK_GROUPS * GROUP):
         groups = min(BLOCK_GROUPS, (end - block) // GROUP)
-        golden = np.uint64((index + block) // each) * np.uint64(GOLDEN)
         a, b = old + np.uint64(block * width(tag)), new + np.uint64(block * width(tag))
         marked, part0, part1 = note(
-            a, b, groups, seed0 + golden, seed1 + golden, np.uint32(relative + block), positions, found, tag
+            a, b, groups, seed, (index + block) // each, np.uint32(relative + block), positions, found, tag
         )
         lane0, lane1 = lane0 + part0, lane1 + part1
         if COMPRESSES and marked - found > groups * MANY:
@@ -118,7 +135,7 @@ def compare_run(
         else:
             found = read_marked(old, new, relative, positions, olds, news, found, marked, tag)
     shift = np.uint64(end * width(tag))
-    part0, part1 = digest_run(new + shift, index + end, count - end, seed0, seed1, tag)
+    part0, part1 = digest_run(new + shift, index + end, count - end, seed, tag)
     marked = mark_run(old + shift, new + shift, count - end, relative + end, positions, found, tag)
     found = read_marked(old + shift, new + shift, relative + end, positions, olds, news, found, marked, tag)
     return found, lane0 + part0, lane1 + part1
@@ -139,7 +156,7 @@ def compare_interval(
         end, index = min(starts[tensor + 1], stop), at - starts[tensor]
         shift = np.uint64(index * width(tag))
         found, part0, part1 = compare_run(
-            old[tensor] + shift, new[tensor] + shift, index, end - at, at - start, seeds[tensor, 0], seeds[tensor, 1],
+            old[tensor] + shift, new[tensor] + shift, index, end - at, at - start, seed_of(seeds, tensor),
             positions, olds, news, found, tag,
         )  # fmt: skip
         lane0 += part0

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from .jit import kernel, load, prefetch, store, width
-from .kernels import Bits, Ints, Words, digest_change, digest_run, digest_word, fetch
+from .kernels import Bits, Ints, Seed, Words, digest_change, digest_run, digest_word, fetch, seed_of
 
 BLOCK: Final = 512
 """Changes handled at once: they and the cache lines they touch stay in a first-level cache. 128, 4096: slower."""
@@ -161,16 +161,14 @@ def gather(table: Any, task: Ints, positions: np.uint64, index: Ints, out: Bits,
 
 
 @kernel
-def digest_long(
-    address: np.uint64, index: int, count: int, seed0: np.uint64, seed1: np.uint64, tag: Any
-) -> Any:
+def digest_long(address: np.uint64, index: int, count: int, seed: Seed, tag: Any) -> Any:
     """As `kernels.digest_run`, for runs that are too long for the first-level cache."""
     lane0, lane1, block = np.uint64(0), np.uint64(0), DIGEST_BYTES // width(tag)
     for i in range(0, count, block):
         here = address + np.uint64(i * width(tag))
         n = min(block, count - i)
         fetch(here + np.uint64(AHEAD_BYTES), n * width(tag))
-        part0, part1 = digest_run(here, index + i, n, seed0, seed1, tag)
+        part0, part1 = digest_run(here, index + i, n, seed, tag)
         lane0 += part0
         lane1 += part1
     return lane0, lane1
@@ -178,7 +176,7 @@ def digest_long(
 
 @kernel
 def digest_strided(
-    address: np.uint64, index: int, count: int, scale: int, seed0: np.uint64, seed1: np.uint64,
+    address: np.uint64, index: int, count: int, scale: int, seed: Seed,
     spare: Bits, tag: Any,
 ) -> Any:  # fmt: skip
     """As `kernels.digest_run`, of elements that lie `scale` bytes apart in memory."""
@@ -187,7 +185,7 @@ def digest_strided(
         n = min(BLOCK, count - i)
         for k in range(n):
             spare[k] = load(address + np.uint64((i + k) * scale), tag)
-        part0, part1 = digest_run(np.uint64(spare.ctypes.data), index + i, n, seed0, seed1, tag)
+        part0, part1 = digest_run(np.uint64(spare.ctypes.data), index + i, n, seed, tag)
         lane0 += part0
         lane1 += part1
     return lane0, lane1
@@ -195,18 +193,18 @@ def digest_strided(
 
 @kernel
 def digest_row(
-    address: np.uint64, index: int, size: int, step: int, scale: int, seed0: np.uint64, seed1: np.uint64,
+    address: np.uint64, index: int, size: int, step: int, scale: int, seed: Seed,
     spare: Bits, tag: Any,
 ) -> Any:  # fmt: skip
     """Digest of the innermost dimension of a move: `step` elements apart in the tensor, `scale` bytes in memory."""
     if step == 1 and scale == width(tag):
-        return digest_long(address, index, size, seed0, seed1, tag)
+        return digest_long(address, index, size, seed, tag)
     if step == 1:
-        return digest_strided(address, index, size, scale, seed0, seed1, spare, tag)
+        return digest_strided(address, index, size, scale, seed, spare, tag)
     lane0, lane1 = np.uint64(0), np.uint64(0)
     for k in range(size):
         here = address + np.uint64(k * scale)
-        part0, part1 = digest_word(here, index + k * step, 1, seed0, seed1, tag)
+        part0, part1 = digest_word(here, index + k * step, 1, seed, tag)
         lane0 += part0
         lane1 += part1
     return lane0, lane1
@@ -222,7 +220,7 @@ def digest(
         inner, size = dims[m] - 1, 1
         for d in range(inner):
             size *= shape[m, d]
-        seed0, seed1 = seeds[tensor[m], 0], seeds[tensor[m], 1]
+        seed = seed_of(seeds, tensor[m])
         scale = targets[m, inner] * width(tag)
         for row in range(size):
             rest, index, element = row, begin[m] - starts[tensor[m]], np.int64(0)
@@ -232,7 +230,7 @@ def digest(
                 rest //= shape[m, d]
             here = address[m] + np.uint64(element * width(tag))
             part0, part1 = digest_row(
-                here, index, shape[m, inner], sources[m, inner], scale, seed0, seed1, spare, tag
+                here, index, shape[m, inner], sources[m, inner], scale, seed, spare, tag
             )
             lanes[m, 0] += part0
             lanes[m, 1] += part1

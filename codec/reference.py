@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weightcast.schemas.digest import MASK64, Digest
-from weightcast.schemas.layout import TensorSpec
+from weightcast.schemas.layout import MIX, TensorSpec
 
 
 def seeds(spec: TensorSpec) -> tuple[int, int]:
@@ -20,26 +20,37 @@ def seeds(spec: TensorSpec) -> tuple[int, int]:
     return int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little")
 
 
-def mix(z: int) -> int:
-    """splitmix64's finaliser."""
-    z ^= z >> 30
-    z = z * 0xBF58476D1CE4E5B9 & MASK64
-    z ^= z >> 27
-    z = z * 0x94D049BB133111EB & MASK64
-    return z ^ (z >> 31)
+def mix_1(seed_0: int, seed_1: int, word: int) -> tuple[int, int]:
+    """R_0 and R_1 of a word: splitmix64, for each lane by itself."""
+
+    def split(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK64
+        return z ^ z >> 31 | 1
+
+    golden = word * 0x9E3779B97F4A7C15
+    return split(seed_0 + golden & MASK64), split(seed_1 + golden & MASK64)
 
 
-def weights(spec: TensorSpec, index: int) -> tuple[int, int]:
+def mix_2(seed_0: int, seed_1: int, word: int) -> tuple[int, int]:
+    """The same with the feature `mix2`: half of it serves both lanes."""
+    high, low = divmod(seed_0 + word * 0x9E3779B97F4A7C15 & MASK64, 1 << 32)
+    both = (low << 32 | high) ^ low * (high | 1)
+    z0, z1 = both * 0x94D049BB133111EB & MASK64, (both ^ seed_1) * 0xD6E8FEB86659FD93 & MASK64
+    return z0 ^ z0 >> 32 | 1, z1 ^ z1 >> 32 | 1
+
+
+def weights(spec: TensorSpec, index: int, mix: int = MIX) -> tuple[int, int]:
     """W_0(i) and W_1(i)."""
     each = 8 // spec.width
     word, slot = divmod(index, each)
-    w0, w1 = (mix((seed + word * 0x9E3779B97F4A7C15) & MASK64) | 1 for seed in seeds(spec))
+    w0, w1 = (mix_1 if mix == 1 else mix_2)(*seeds(spec), word)
     return w0 << (8 * spec.width * slot), w1 << (8 * spec.width * (each - 1 - slot))
 
 
-def digest(spec: TensorSpec, bits: Sequence[int], offset: int = 0) -> Digest:
+def digest(spec: TensorSpec, bits: Sequence[int], offset: int = 0, mix: int = MIX) -> Digest:
     """D of the elements of a tensor from element `offset` on."""
-    pairs = [weights(spec, offset + i) for i in range(len(bits))]
+    pairs = [weights(spec, offset + i, mix) for i in range(len(bits))]
     lanes = (sum(v * pair[k] for v, pair in zip(bits, pairs, strict=True)) & MASK64 for k in (0, 1))
     return Digest(*lanes)
 

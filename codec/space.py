@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from weightcast.schemas.dtypes import WIDTHS
 from weightcast.schemas.errors import Corrupt, UsageError
-from weightcast.schemas.layout import Layout, TensorSpec
+from weightcast.schemas.layout import MIX, Layout, TensorSpec
 from weightcast.schemas.shard import MAX_ROW_ELEMENTS, Codec, Row, has_possible_box
 
 ROW_ELEMENTS: Final = 1 << 22
@@ -53,14 +53,16 @@ class FlatSpace:
     Attributes:
         dtype: safetensors name of the dtype.
         width: bytes of an element.
+        mix: as of the layout.
         specs: the n tensors, in layout order.
         names: their names.
         starts: int64 [n + 1], flat element at which each begins; the last entry is the length of the space.
         elements: length of the space.
     """
 
-    def __init__(self, dtype: str, specs: tuple[TensorSpec, ...]) -> None:
+    def __init__(self, dtype: str, specs: tuple[TensorSpec, ...], mix: int = MIX) -> None:
         self.dtype = dtype
+        self.mix = mix
         self.width = WIDTHS[dtype]
         self.specs = specs
         self.names = tuple(spec.name for spec in specs)
@@ -75,9 +77,11 @@ class FlatSpace:
 
     @cached_property
     def seeds(self) -> npt.NDArray[np.uint64]:
-        """uint64 [n, 2]: the digest's seeds of each tensor (docs/format.md, state digest)."""
+        """uint64 [n, 3]: the digest's seeds of each tensor, and `mix` (docs/format.md, state digest)."""
         digests = b"".join(hashlib.blake2b(_seed_text(spec), digest_size=16).digest() for spec in self.specs)
-        return np.frombuffer(digests, "<u8").reshape(-1, 2).astype(np.uint64)
+        found = np.full((len(self.specs), 3), self.mix, np.uint64)
+        found[:, :2] = np.frombuffer(digests, "<u8").reshape(-1, 2)
+        return found
 
     def tensor_at(self, element: int) -> int:
         """Position in `specs` of the tensor that holds flat `element`, which must be inside the space."""
@@ -171,7 +175,8 @@ class Geometry:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._spaces = {
-            d: FlatSpace(d, layout.stored[first:last]) for d, (first, last) in layout.dtypes.items()
+            d: FlatSpace(d, layout.stored[first:last], layout.mix)
+            for d, (first, last) in layout.dtypes.items()
         }
         self._intervals: dict[tuple[int, int], tuple[Interval, ...]] = {}
 

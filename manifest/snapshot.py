@@ -63,6 +63,7 @@ def write_snapshot(
         store.put(f"{folder}/{name}", data)
     manifest = SnapshotManifest(
         format=FORMAT,
+        features=layout.features,
         stream=stream,
         version=version,
         layout=layout_ref,

@@ -257,4 +257,4 @@ def _next_layout(
             f"not published, since tensors that had data are empty placeholders now: {some(empty)}",
             hint="gather the parameters before they are published",
         )
-    return Layout.of(specs.values())
+    return Layout.of(specs.values(), before.mix)

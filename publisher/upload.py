@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future
 
 from weightcast.manifest.chain import Position
@@ -20,7 +20,7 @@ from weightcast.manifest.snapshot import ReadPiece, write_snapshot
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import UsageError
-from weightcast.schemas.layout import Layout, TensorSpec
+from weightcast.schemas.layout import MIX_FEATURE, Layout, TensorSpec
 from weightcast.schemas.manifest import (
     FORMAT,
     LayoutRef,
@@ -130,6 +130,7 @@ class Uploader:
             dense_bytes=layout.nbytes,
             digest_after=after.hex,
             shards=[],
+            features=layout.features,
             snapshot=self._write_snapshot(folder, version, layout, ref, after.hex, read, files),
         )
 
@@ -189,14 +190,18 @@ class Uploader:
         dense_bytes: int,
         digest_after: str,
         shards: list[ShardRef],
-        features: list[str] | None = None,
+        features: Iterable[str] = (),
         snapshot: ObjectRef | None = None,
         files: Callable[[], ObjectRef | None] | None = None,
     ) -> VersionManifest:
-        """The manifest of a version; stores the label's files, unless `files` says where they are stored already."""
+        """The manifest of a version; stores the label's files, unless `files` says where they are stored already.
+
+        features: of the shards, and of the layout where the version starts afresh; else that is the parent's.
+        """
+        kept = {MIX_FEATURE}.intersection(parent.manifest.features if parent and snapshot is None else ())
         return VersionManifest(
             format=FORMAT,
-            features=features or [],
+            features=sorted(kept.union(features)),
             stream=self.reader.stream.stream,
             version=version,
             parent=parent.as_parent if parent else None,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -23,6 +23,14 @@ MAX_DIMENSIONS: Final = 32
 MAX_ELEMENTS: Final = 1 << 48
 """Of all tensors of a layout together, so that no sum over them leaves int64."""
 MAX_LAYOUT_BYTES: Final = 1 << 30
+
+MIX: Final = 2
+"""How new streams make the weights of the digest: as `mix_2` of docs/format.md. `mix_1` is that of older ones."""
+
+MIX_FEATURE: Final = "mix2"
+"""The version's digest is made by `mix_2`."""
+
+_MIX_KEY: Final = b"mix"
 
 LAYOUT_SCHEMA: Final = pa.schema(
     [
@@ -66,14 +74,19 @@ class Layout:
     The *flat space* of a dtype is the concatenation of its untied tensors in this order; rows of a delta
     shard are
     intervals of a flat space.
+
+    Attributes:
+        mix: 1 or 2, how the weights of the digest are made (docs/format.md, state digest). The same in all layouts
+            between two resets of a stream.
     """
 
     tensors: tuple[TensorSpec, ...]
+    mix: int = MIX
     _index: dict[str, TensorSpec] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, specs: Iterable[TensorSpec]) -> Layout:
-        """Validate and order `specs`.
+    def of(cls, specs: Iterable[TensorSpec], mix: int = MIX) -> Layout:
+        """Validate and order `specs`. What goes on with a stream has the `mix` of its last layout.
 
         Raises:
             UsageError: a bad name, dtype or shape, two tensors of one name, or a tie that does not hold.
@@ -112,7 +125,7 @@ class Layout:
                         f"tensor {spec.name!r} is tied to {spec.tied_to!r}, which is not an untied tensor "
                         f"of its dtype and shape"
                     )
-        return cls(specs, index)
+        return cls(specs, mix, index)
 
     def __iter__(self) -> Iterator[TensorSpec]:
         return iter(self.tensors)
@@ -125,6 +138,11 @@ class Layout:
 
     def __getitem__(self, name: str) -> TensorSpec:
         return self._index[name]
+
+    @property
+    def features(self) -> list[str]:
+        """Those that a manifest of this layout must list."""
+        return [MIX_FEATURE] if self.mix == 2 else []
 
     @cached_property
     def stored(self) -> tuple[TensorSpec, ...]:
@@ -157,6 +175,7 @@ class Layout:
     @cached_property
     def encoded(self) -> bytes:
         """The Arrow IPC file that the store holds."""
+        schema = LAYOUT_SCHEMA if self.mix == 1 else LAYOUT_SCHEMA.with_metadata({_MIX_KEY: str(self.mix)})
         table = pa.table(
             {
                 "name": [s.name for s in self.tensors],
@@ -164,10 +183,10 @@ class Layout:
                 "shape": [list(s.shape) for s in self.tensors],
                 "tied_to": [s.tied_to for s in self.tensors],
             },
-            schema=LAYOUT_SCHEMA,
+            schema=schema,
         )
         sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, LAYOUT_SCHEMA) as writer:
+        with pa.ipc.new_file(sink, schema) as writer:
             writer.write_table(table)
         return bytes(sink.getvalue())
 
@@ -187,10 +206,19 @@ class Layout:
             table = read_table(data, LAYOUT_SCHEMA)
             columns = [table.column(i).to_pylist() for i in range(4)]
             specs = tuple(TensorSpec(n, d, tuple(s), t) for n, d, s, t in zip(*columns, strict=True))
-            layout = cls.of(specs)
+            layout = cls.of(specs, _mix_of(table.schema.metadata or {}))
         except ValueError as error:
             raise Untrusted(f"{where} is not a tensor table: {error}") from error
         if layout.tensors != specs:
             raise Untrusted(f"{where} does not list its tensors by dtype and name")
         layout.__dict__["encoded"] = data  # another Arrow release may write the same table in other bytes
         return layout
+
+
+def _mix_of(metadata: Mapping[bytes, bytes]) -> int:
+    found = metadata.get(_MIX_KEY, b"1")
+    if found not in (b"1", b"2"):
+        raise ValueError(
+            f"its digest is made by mix {found[:16]!r}, this release knows 1 and 2: a newer one is needed"
+        )
+    return int(found)

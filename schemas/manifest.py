@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from .digest import Digest
 from .errors import Unsupported, Untrusted
+from .layout import MIX_FEATURE
 from .names import (
     check_file_name,
     check_key,
@@ -37,7 +38,9 @@ PACKED_FEATURE: Final = "packed"
 PAIRS_FEATURE: Final = "pairs"
 """A row of the version has two steps in a byte."""
 
-FEATURES: Final[frozenset[str]] = frozenset({CLASS_FEATURE, BOXES_FEATURE, PACKED_FEATURE, PAIRS_FEATURE})
+FEATURES: Final[frozenset[str]] = frozenset(
+    {CLASS_FEATURE, BOXES_FEATURE, PACKED_FEATURE, PAIRS_FEATURE, MIX_FEATURE}
+)
 """Optional parts of the format that this release can read. A writer lists what a reader must know."""
 
 MAX_MANIFEST_BYTES: Final = 8 << 20

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from .digest import Digest
-from .layout import MAX_DIMENSIONS
+from .layout import MAX_DIMENSIONS, MIX
 from .manifest import (
     FORMAT,
     MAX_SHARDS,
@@ -59,6 +59,7 @@ class Part(Document):
         tiles: of a whole part what each shard carries; else none.
         ties: of a whole part, second names of tensors that it carries: each with the one that has the bits.
         elements: that it owns.
+        mix: of the layout that it is part of.
         digest_before, digest_after: of what it owns. Of a whole part the first is zero.
         digest_moved: sum over the changes found; both digests and this must agree.
     """
@@ -74,6 +75,7 @@ class Part(Document):
     tiles: list[list[Tile]]
     ties: dict[str, str]
     elements: Count
+    mix: Annotated[int, Field(ge=1, le=MIX)] = 1
     digest_before: DigestHex
     digest_after: DigestHex
     digest_moved: DigestHex

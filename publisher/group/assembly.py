@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ HELD_BYTES: Final = 512 << 20
 _Bits = npt.NDArray[Any]
 
 
-def layout_of(parts: Iterable[Part]) -> Layout:
+def layout_of(parts: Sequence[Part]) -> Layout:
     """The tensors that whole parts carry, and their second names.
 
     Raises:
@@ -48,7 +48,9 @@ def layout_of(parts: Iterable[Part]) -> Layout:
                     f"{list(spec.shape)} in that of rank {part.rank}"
                 )
     ties = {name: first for name, first in ties.items() if name not in specs and first in specs}
-    return Layout.of([*specs.values(), *(replace(specs[f], name=n, tied_to=f) for n, f in ties.items())])
+    return Layout.of(
+        [*specs.values(), *(replace(specs[f], name=n, tied_to=f) for n, f in ties.items())], parts[0].mix
+    )
 
 
 @dataclass(frozen=True, slots=True)

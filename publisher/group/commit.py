@@ -105,6 +105,12 @@ def in_order(parts: Iterable[Part]) -> list[Part]:
 def _check_base(parts: Sequence[Part], parent: Position | None) -> None:
     version = parent.version + 1 if parent else 0
     for part in parts:
+        if part.mix != parts[0].mix:
+            raise UsageError(
+                f"the part of rank {part.rank} has digests of mix {part.mix}, that of rank {parts[0].rank} of mix "
+                f"{parts[0].mix}",
+                hint="run the same release in all writers",
+            )
         if (part.version, part.base) != (parts[0].version, parts[0].base):
             raise UsageError(
                 f"the part of rank {part.rank} is of version {part.version} told from {part.base}, that of rank "

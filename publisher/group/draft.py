@@ -239,6 +239,7 @@ class Draft:
             tiles=self._shards.tiles,
             ties={},
             elements=self._holding.elements,
+            mix=self._holding.geometry.layout.mix,
             digest_before=self._before.hex,
             digest_after=self.after.hex,
             digest_moved=self._moved.hex,

@@ -23,7 +23,7 @@ from weightcast.manifest.ahead import map_ahead
 from weightcast.publisher.placement import Slice, boxes_of
 from weightcast.publisher.sources import Casts
 from weightcast.schemas.digest import Digest
-from weightcast.schemas.layout import Layout, TensorSpec
+from weightcast.schemas.layout import MIX, Layout, TensorSpec
 from weightcast.schemas.shard import Row
 
 from .plan import Corner, Entry, Piece
@@ -69,6 +69,7 @@ class Tiles:
         table: of the rank's slices.
         pieces: of them.
         row_elements: of a tile at most.
+        mix: of the layout that they are part of.
 
     Attributes:
         geometry: of the tensors that have pieces.
@@ -77,10 +78,12 @@ class Tiles:
         room: bytes that all tiles take one after the other, each aligned at any width.
     """
 
-    def __init__(self, table: Sequence[Entry], pieces: Iterable[Piece], row_elements: int) -> None:
+    def __init__(
+        self, table: Sequence[Entry], pieces: Iterable[Piece], row_elements: int, mix: int = MIX
+    ) -> None:
         pieces = [piece for piece in pieces if piece.corner.elements]
         specs = {table[p.entry].name: _spec(table[p.entry]) for p in pieces}
-        self.geometry = Geometry(Layout.of(specs.values()))
+        self.geometry = Geometry(Layout.of(specs.values(), mix))
         self.tiles: list[Tile] = []
         self.room = 0
         for piece in pieces:
@@ -130,14 +133,19 @@ class Holding(Tiles):
     """The tiles that a rank owns, and a contiguous copy of their old bits in host memory. It moves only after a commit.
 
     Args:
-        table, pieces, row_elements: as for `Tiles`.
+        table, pieces, row_elements, mix: as for `Tiles`.
         path: file to map for the copy; None: anonymous memory.
     """
 
     def __init__(
-        self, table: Sequence[Entry], pieces: Iterable[Piece], row_elements: int, path: Path | None = None
+        self,
+        table: Sequence[Entry],
+        pieces: Iterable[Piece],
+        row_elements: int,
+        path: Path | None = None,
+        mix: int = MIX,
     ) -> None:
-        super().__init__(table, pieces, row_elements)
+        super().__init__(table, pieces, row_elements, mix)
         self.nbytes = sum(tile.nbytes for tile in self.tiles)
         self._bits = _allocate(self.room, path)
         self._base = self._bits.ctypes.data

@@ -165,7 +165,7 @@ class Member:
     def _take_up(self, turn: Turn, told: Division) -> Taken:
         """In a helper thread, which may outlast the publish if another rank has failed."""
         table = turn.held.table
-        share = Share(table, told.shared[self.rank], self._settings, self._pools, self.rank)
+        share = Share(table, told.shared[self.rank], self._settings, self._pools, self.rank, told.mix)
         lost = Digest()
         if told.head:
             head = position_of(told.head)

@@ -16,6 +16,7 @@ from weightcast.publisher.sources import Casts
 from weightcast.publisher.upload import Uploader
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import NotFound, UsageError
+from weightcast.schemas.layout import MIX
 from weightcast.schemas.manifest import VersionManifest
 from weightcast.schemas.part import Part
 from weightcast.schemas.settings import PublisherSettings
@@ -132,14 +133,15 @@ class PartWriter(Closing):
     def _share_of(self, found: Held, head: Position | None) -> Share:
         """This writer's copy: as it is if it is of the head; else anew."""
         share = self._share
-        fits = share is not None and share.table == found.table
+        fits = share is not None and share.table == found.table and (head is not None or share.mix == MIX)
         if share is not None and fits and (head is None or share.base == head.sha256 or self._settled(head)):
             return share
         self._share = self._open = None
         shared: list[Shared] = [(at, -1, []) for at, entry in enumerate(found.table) if entry.tie]
-        share = Share(found.table, shared, self.settings, self._pools, self._rank)
-        if head is not None:
-            reader = StreamReader.open(self._store)
+        reader = StreamReader.open(self._store) if head is not None else None
+        mix = reader.layout(head.manifest.layout).mix if reader is not None and head is not None else MIX
+        share = Share(found.table, shared, self.settings, self._pools, self._rank, mix)
+        if reader is not None and head is not None:
             load(reader, head, share.holding, (), self._pools.compute, self.settings.row_elements)
             share.is_at(head.sha256)
         self._share = share

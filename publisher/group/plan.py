@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from weightcast.schemas.dtypes import width_of
 from weightcast.schemas.errors import UsageError, some
-from weightcast.schemas.layout import Layout, TensorSpec
+from weightcast.schemas.layout import MIX, Layout, TensorSpec
 
 CUT_ELEMENTS: Final = 1 << 14
 """Elements of a replicated box from which on it is cut. A part of half of it has 80 changes at 1 %, 100 bytes: a row's
@@ -119,7 +119,7 @@ def plan(tables: Sequence[Sequence[Entry]], before: Layout | None = None, drop: 
             _check(tensor)
             checked.add(key)
     specs = {n: replace(t.spec, tied_to=ties.get(n)) for n, t in tensors.items()}
-    layout = Layout.of(_with_others(specs, before or (), drop).values())
+    layout = Layout.of(_with_others(specs, before or (), drop).values(), before.mix if before else MIX)
     stored = [tensors[spec.name] for spec in layout.stored]
     owned = _divide(stored, len(tables))
     replicas = _replicas(stored)

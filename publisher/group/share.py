@@ -53,7 +53,9 @@ class Share:
         settings: PublisherSettings,
         pools: Pools,
         rank: int,
+        mix: int,
     ) -> None:
+        """mix: of the layout of the version that changes will be told from, or that starts afresh."""
         self._settings = settings
         self._pools = pools
         path = settings.baseline
@@ -63,10 +65,11 @@ class Share:
             pieces_of(shared, table),
             settings.row_elements,
             _own(path, rank) if path is not None else None,
+            mix,
         )
         self._groups = {at: group for at, group, _ in shared if group >= 0}
         replicated = [Piece(at, table[at].corner) for at in self._groups]
-        self._shared = Tiles(table, replicated, settings.row_elements)
+        self._shared = Tiles(table, replicated, settings.row_elements, mix)
         self._batches = list(_batches(self._shared.tiles))
         self.base = ""
         self._digest = Digest()
@@ -75,6 +78,11 @@ class Share:
         """Say of which version the holding's bits are."""
         self._digest = self.holding.digest(self._pools.compute)
         self.base = base
+
+    @property
+    def mix(self) -> int:
+        """Of the layout of its digests."""
+        return self.holding.geometry.layout.mix
 
     @property
     def digest(self) -> Digest:

@@ -59,11 +59,12 @@ class Decision(_Words):
 class Division(_Words):
     """A plan: by rank those slices that are not its own alone, each with what it owns of them; all others it owns.
 
-    `head`: manifest of the version that the changes will be told from; "": of none.
+    `head`: manifest of the version that the changes will be told from; "": of none. `mix`: as of the plan's layout.
     """
 
     plan: str
     head: str = ""
+    mix: int
     shared: list[list[Shared]]
 
 
@@ -101,7 +102,7 @@ def division(plan: Plan, tables: Sequence[Sequence[Entry]], identity: str, head:
             if piece.entry in owned:
                 owned[piece.entry].append((list(piece.corner.start), list(piece.corner.extent)))
         shared.append([(at, groups.get((rank, at), -1), boxes) for at, boxes in sorted(owned.items())])
-    return Division(plan=identity, head=head, shared=shared)
+    return Division(plan=identity, head=head, mix=plan.layout.mix, shared=shared)
 
 
 def pieces_of(shared: Iterable[Shared], table: Sequence[Entry]) -> list[Piece]:

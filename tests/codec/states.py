@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from weightcast.codec import FlatSpace, Geometry, Memory, Region
-from weightcast.schemas.layout import Layout, TensorSpec
+from weightcast.schemas.layout import MIX, Layout, TensorSpec
 from weightcast.schemas.shard import Coding
 
 examples = settings(
@@ -28,15 +28,15 @@ Bits = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 
 
-def space_of(width: int, shapes: Sequence[tuple[int, ...]]) -> FlatSpace:
+def space_of(width: int, shapes: Sequence[tuple[int, ...]], mix: int = MIX) -> FlatSpace:
     """The space of tensors t00000, t00001 … of these shapes."""
     specs = [TensorSpec(f"t{i:05d}", DTYPES[width], shape) for i, shape in enumerate(shapes)]
-    return Geometry(Layout.of(specs))[DTYPES[width]]
+    return Geometry(Layout.of(specs, mix))[DTYPES[width]]
 
 
 def geometry_of(space: FlatSpace) -> Geometry:
     """A geometry of this space alone."""
-    return Geometry(Layout.of(space.specs))
+    return Geometry(Layout.of(space.specs, space.mix))
 
 
 def memory_of(space: FlatSpace, bits: Bits, *, lead: int | None = None) -> Memory:

@@ -19,6 +19,7 @@ from .states import DTYPES, change, examples, memory_of, random_bits, space_of
 
 WIDTHS = st.sampled_from([1, 2, 4, 8])
 SEEDS = st.integers(0, 2**32)
+MIXES = st.sampled_from([1, 2])
 
 
 def whole(space_elements: int, width: int) -> Interval:
@@ -26,23 +27,26 @@ def whole(space_elements: int, width: int) -> Interval:
 
 
 @examples
-@given(WIDTHS, st.integers(0, 9), st.integers(1, 700), SEEDS)
-def test_digest_is_that_of_the_reference(width: int, lead: int, count: int, seed: int) -> None:
-    space = space_of(width, [(count,), (), (3, 2), (0, 4), (65,)])
+@given(WIDTHS, MIXES, st.integers(0, 9), st.integers(1, 700), SEEDS)
+def test_digest_is_that_of_the_reference(width: int, mix: int, lead: int, count: int, seed: int) -> None:
+    space = space_of(width, [(count,), (), (3, 2), (0, 4), (65,)], mix)
     bits = random_bits(width, space.elements, np.random.default_rng(seed))
     memory = memory_of(space, bits, lead=lead)
     expected = Digest()
     for spec, start in zip(space.specs, space.starts, strict=False):
-        expected += reference.digest(spec, bits[start : start + spec.elements].tolist())
+        expected += reference.digest(spec, bits[start : start + spec.elements].tolist(), mix=mix)
     assert digest(space, memory, whole(space.elements, width)) == expected
 
 
-def test_digest_of_known_bits_is_the_number_it_was_when_the_format_was_made() -> None:
+@pytest.mark.parametrize(
+    ("mix", "expected"), [(1, "9fd9cd33d7bd0f87b3ea694d4da10480"), (2, "f7e17bd4269fd5ef96a6f40fd0443680")]
+)
+def test_digest_of_known_bits_is_the_number_it_was_when_the_format_was_made(mix: int, expected: str) -> None:
     """A change of this number is a change of the format."""
-    space = space_of(2, [(2, 3)])
+    space = space_of(2, [(2, 3)], mix)
     bits = np.array([1, 2, 3, 0x3F80, 0x8000, 0xFFFF], np.uint16)
     found = digest(space, memory_of(space, bits), whole(6, 2))
-    assert found.hex == "9fd9cd33d7bd0f87b3ea694d4da10480"
+    assert found.hex == expected
 
 
 @examples
@@ -57,10 +61,10 @@ def test_digest_of_slices_adds_up(width: int, cuts: list[int], seed: int) -> Non
 
 
 @examples
-@given(WIDTHS, st.floats(0, 1), SEEDS)
-def test_digest_moves_by_the_digest_of_the_change(width: int, density: float, seed: int) -> None:
+@given(WIDTHS, MIXES, st.floats(0, 1), SEEDS)
+def test_digest_moves_by_the_digest_of_the_change(width: int, mix: int, density: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    space = space_of(width, [(500,), (1,), (0,), (499,)])
+    space = space_of(width, [(500,), (1,), (0,), (499,)], mix)
     old = random_bits(width, 1000, rng)
     new = change(old, density, rng)
     at = np.flatnonzero(old != new)

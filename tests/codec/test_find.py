@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weightcast.codec import Interval, Room, code, encode, find, kernels, kernels_find, reference
 from weightcast.codec.digest import digest
-from weightcast.codec.jit import GROUP, TAGS
+from weightcast.codec.jit import GROUP, OWN, SHARED, TAGS
 from weightcast.codec.jit_find import COMPRESSES
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import UsageError
@@ -29,13 +29,14 @@ NOTES: Final[dict[str, Callable[..., Any]]] = {"turns": kernels_find.note_by_tur
 
 @examples
 @given(
-    WIDTHS, st.lists(st.integers(0, 300), min_size=1, max_size=6), st.floats(0, 1), st.integers(0, 9), SEEDS
-)
+    WIDTHS, st.sampled_from([1, 2]), st.lists(st.integers(0, 300), min_size=1, max_size=6), st.floats(0, 1),
+    st.integers(0, 9), SEEDS,
+)  # fmt: skip
 def test_changes_and_digests_are_those_of_the_reference(
-    width: int, sizes: list[int], density: float, lead: int, seed: int
+    width: int, mix: int, sizes: list[int], density: float, lead: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    space = space_of(width, [(n,) for n in [*sizes, 70]])
+    space = space_of(width, [(n,) for n in [*sizes, 70]], mix)
     old = random_bits(width, space.elements, rng)
     new = change(old, density, rng)
     begin, end = sorted(rng.choice(space.elements + 1, 2, replace=False).tolist())
@@ -49,17 +50,18 @@ def test_changes_and_digests_are_those_of_the_reference(
     for spec, start in zip(space.specs, space.starts.tolist(), strict=False):
         first, last = max(start, begin), min(start + spec.elements, end)
         if first < last:
-            before += reference.digest(spec, old[first:last].tolist(), first - start)
-            after += reference.digest(spec, new[first:last].tolist(), first - start)
+            before += reference.digest(spec, old[first:last].tolist(), first - start, mix)
+            after += reference.digest(spec, new[first:last].tolist(), first - start, mix)
     assert found.digest == after
     assert found.change == after - before
 
 
 @pytest.mark.parametrize("name", NOTES)
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("mix", [1, 2])
 @pytest.mark.parametrize("changes", [0, 1, 2, 3, 4, 15, 16, 17, 33, 63, 64])
 def test_groups_are_noted_alike_by_all_means(
-    name: str, width: int, changes: int, rng: np.random.Generator
+    name: str, width: int, mix: int, changes: int, rng: np.random.Generator
 ) -> None:
     """One group with so many changes, between others; and the digest of all of them."""
     groups = 5
@@ -73,13 +75,22 @@ def test_groups_are_noted_alike_by_all_means(
     seed0, seed1 = np.uint64(rng.integers(1 << 63)), np.uint64(rng.integers(1 << 63))
     at_old, at_new = np.uint64(old.ctypes.data), np.uint64(new.ctypes.data)
     end, *lanes = NOTES[name](
-        at_old, at_new, groups, seed0, seed1, np.uint32(1000), positions, filled, TAGS[width]
+        at_old,
+        at_new,
+        groups,
+        seed0,
+        seed1,
+        {1: OWN, 2: SHARED}[mix],
+        np.uint32(1000),
+        positions,
+        filled,
+        TAGS[width],
     )
     assert end == filled + len(at)
     assert np.array_equal(positions[filled:end], 1000 + at)
     assert not positions[:filled].any()
     assert not positions[end + GROUP :].any()
-    expected = kernels.digest_run(at_new, 0, groups * GROUP, seed0, seed1, TAGS[width])
+    expected = kernels.digest_run(at_new, 0, groups * GROUP, (seed0, seed1, np.uint64(mix)), TAGS[width])
     assert tuple(map(int, lanes)) == tuple(map(int, expected))
 
 
@@ -96,7 +107,7 @@ def test_changes_close_together_are_all_found_and_nothing_is_written_behind_them
     positions = np.full(entries + GROUP, 77, np.uint32)
     olds, news = (np.full(entries + GROUP, 77, old.dtype) for _ in range(2))
     sides = [np.array([side.ctypes.data], np.uint64) for side in (old, new)]
-    starts, seeds = np.array([0, length]), rng.integers(1 << 63, size=(1, 2)).astype(np.uint64)
+    starts, seeds = np.array([0, length]), np.array([[*rng.integers(1 << 63, size=2), 2]], np.uint64)
     found, *_ = kernels_find.find_interval(
         *sides, starts, seeds, 0, 0, length, positions, olds, news, TAGS[width]
     )

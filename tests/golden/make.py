@@ -11,6 +11,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,7 +45,7 @@ def start() -> Tensors:
         "größe.重み": ("I16", [[1, 2], [3, 4]]),
     }
     ties = {"lm_head.weight": "embed.weight"}
-    return Tensors.of(ties, **named)
+    return replace(Tensors.of(ties, **named), mix=1)
 
 
 def with_layout(
@@ -54,7 +55,7 @@ def with_layout(
     added = Tensors.of(None, **new)
     bits = {n: a for n, a in tensors.bits.items() if n not in remove} | added.bits
     dtypes = {n: d for n, d in tensors.dtypes.items() if n not in remove} | added.dtypes
-    return Tensors(bits, dtypes, ties)
+    return Tensors(bits, dtypes, ties, tensors.mix)
 
 
 def write(author: Author) -> None:
@@ -72,7 +73,7 @@ def write(author: Author) -> None:
     )
     author.publish(second, coding="gap", row_elements=5000, small=1000, rows_a_shard=3)
     # 2: every element of some tensors.
-    third = Tensors({n: a.copy() for n, a in second.bits.items()}, second.dtypes, second.ties)
+    third = replace(second, bits={n: a.copy() for n, a in second.bits.items()})
     third.bits["embed.weight"][:] = third.bits["embed.weight"] + np.uint16(3)
     third.bits["embed.weight"][7] ^= np.uint16(0x5555)
     third.bits["norm.weight"][:8] -= np.uint16(1)
@@ -93,7 +94,7 @@ def write(author: Author) -> None:
     )
     author.publish(fourth, coding="whole", row_elements=5000, small=1000, rows_a_shard=8)
     # 5: after it, with planes that are worth compressing, and a snapshot beside the chain.
-    fifth = Tensors({n: a.copy() for n, a in fourth.bits.items()}, fourth.dtypes, fourth.ties)
+    fifth = replace(fourth, bits={n: a.copy() for n, a in fourth.bits.items()})
     fifth.bits["embed.weight"].reshape(-1)[::10] += np.uint16(1)
     fifth = (
         fifth.changed("router", ((9, 9), 5)).changed("phase", (1, 1 << 63)).changed("mlp.weight", (6000, 1))
@@ -121,7 +122,7 @@ def weights(random: np.random.Generator, bits: int, mantissa: int, top: int, *sh
 
 def start_classes(random: np.random.Generator) -> Tensors:
     """Every dtype that has the coding `class`, with exponents as those of weights, and two tensors without it."""
-    return Tensors.of(
+    found = Tensors.of(
         {"lm_head.weight": "embed.weight"},
         **{
             "embed.weight": ("BF16", weights(random, 16, 7, 124, 120, 100)),
@@ -133,6 +134,7 @@ def start_classes(random: np.random.Generator) -> Tensors:
             "bias": ("F32", random.integers(0, 1 << 32, 2000)),
         },
     )
+    return replace(found, mix=1)
 
 
 def stepped(tensors: Tensors, random: np.random.Generator, wild: float, rows: float = 1.0) -> Tensors:
@@ -156,7 +158,7 @@ def stepped(tensors: Tensors, random: np.random.Generator, wild: float, rows: fl
         to_any = at & (random.random(old.shape) < wild)
         new[to_any] = random.integers(0, 1 << min(8 * old.itemsize, 62), to_any.sum()).astype(old.dtype)
         bits[name] = new
-    return Tensors(bits, tensors.dtypes, tensors.ties)
+    return replace(tensors, bits=bits)
 
 
 def write_classes(author: Author) -> None:
@@ -174,7 +176,7 @@ def write_classes(author: Author) -> None:
 
 def start_boxes(random: np.random.Generator) -> Tensors:
     """Every width; matrices to be cut across, and experts to be cut within each."""
-    return Tensors.of(
+    found = Tensors.of(
         {"lm_head.weight": "embed.weight"},
         **{
             "embed.weight": ("BF16", weights(random, 16, 7, 124, 48, 130)),
@@ -188,6 +190,7 @@ def start_boxes(random: np.random.Generator) -> Tensors:
             "ids": ("I64", random.integers(0, 1 << 62, (5, 4))),
         },
     )
+    return replace(found, mix=1)
 
 
 def slices(tensors: Tensors) -> list[Box]:
@@ -261,7 +264,7 @@ def write_packed(author: Author) -> None:
         )
     bits = tensors.bits | {"half.weight": stepped(tensors, random, 0.01).bits["half.weight"]}
     boxes = columns(Geometry(tensors.layout)["F16"], "half.weight", 30, 70)
-    author.publish(Tensors(bits, tensors.dtypes, tensors.ties), codec="class", boxes=boxes, rows_a_shard=99)
+    author.publish(replace(tensors, bits=bits), codec="class", boxes=boxes, rows_a_shard=99)
 
 
 def write_pairs(author: Author) -> None:
@@ -277,6 +280,22 @@ def write_pairs(author: Author) -> None:
     tensors = stepped(tensors, random, 0.05)
     author.publish(tensors, boxes=slices(tensors), rows_a_shard=99, coding="pairs")
     author.publish(stepped(tensors, random, 0.05), coding="gap", rows_a_shard=99)
+
+
+def write_mix(author: Author) -> None:
+    """Versions 0 to 5 of a stream that goes over to another digest with its first reset."""
+    random = np.random.default_rng(6)
+    tensors = start()
+    author.reset(tensors)
+    # 1: the older digest. 2: the newer one, from a reset on. 3: boxes. 4: another layout. 5: the older one again.
+    author.publish(tensors.changed("mlp.weight", (3, 7), (4999, 200)))
+    tensors = replace(stepped(start_boxes(random), random, 0.1), mix=2)
+    author.reset(tensors)
+    tensors = stepped(tensors, random, 0.1)
+    author.publish(tensors, boxes=slices(tensors), rows_a_shard=99)
+    tensors = with_layout(tensors, ("bias",), {}, extra=("F32", random.integers(0, 1 << 32, 77)))
+    author.publish(tensors, codec="class", rows_a_shard=99)
+    author.reset(replace(tensors, mix=1))
 
 
 def cut(boxes: list[Box], row_elements: int) -> Iterator[Box]:
@@ -322,6 +341,7 @@ if __name__ == "__main__":
         "v1-boxes": write_boxes,
         "v1-packed": write_packed,
         "v1-pairs": write_pairs,
+        "v1-mix2": write_mix,
     }
     for name, fill in streams.items():
         make(Path(sys.argv[1]) / name, fill)

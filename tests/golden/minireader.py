@@ -32,6 +32,7 @@ class Spec:
     dtype: str
     shape: tuple[int, ...]
     tied_to: str | None
+    mix: int
 
     @property
     def elements(self) -> int:
@@ -79,7 +80,7 @@ class MiniReader:
         check(
             manifest["kind"] == "version"
             and manifest["format"] == 1
-            and set(manifest["features"]) <= {"boxes", "class", "packed", "pairs"},
+            and set(manifest["features"]) <= {"boxes", "class", "mix2", "packed", "pairs"},
             "format",
         )
         check(
@@ -91,6 +92,8 @@ class MiniReader:
             check(manifest["parent"] == {"version": version - 1, "sha256": parent.sha256}, "parent")
             check(manifest["digest_before"] == parent.manifest["digest_after"], "digest before")
         layout = self.layout(manifest["layout"])
+        mixes = {spec.mix for spec in layout}
+        check(mixes <= {2 if "mix2" in manifest["features"] else 1}, "feature")
         if manifest["reset"]:
             ref = manifest["snapshot"]
             bits = self.snapshot(self.object(ref["key"], ref), ref["key"].rpartition("/")[0])
@@ -109,8 +112,10 @@ class MiniReader:
 
     def layout(self, ref: dict[str, Any]) -> list[Spec]:
         """The tensor table."""
-        rows = table(self.object(f"layouts/{ref['sha256']}.arrow", ref))
-        specs = [Spec(r["name"], r["dtype"], tuple(r["shape"]), r["tied_to"]) for r in rows]
+        data = self.object(f"layouts/{ref['sha256']}.arrow", ref)
+        mix = int((pa.ipc.open_file(pa.BufferReader(data)).schema.metadata or {}).get(b"mix", b"1"))
+        check(mix in (1, 2), f"mix {mix}")
+        specs = [Spec(r["name"], r["dtype"], tuple(r["shape"]), r["tied_to"], mix) for r in table(data)]
         check(len(specs) == ref["tensors"], "number of tensors")
         check(specs == sorted(specs, key=lambda s: (s.dtype, s.name)), "order")
         return specs
@@ -401,11 +406,18 @@ def weight(spec: Spec, lane: int, i: int) -> int:
     """W_k(i)."""
     width = WIDTHS[spec.dtype]
     word, slot = divmod(i, 8 // width)
-    z = (seeds_of(spec)[lane] + word * 0x9E3779B97F4A7C15) & MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    if spec.mix == 2:
+        high, low = divmod((seeds_of(spec)[0] + word * 0x9E3779B97F4A7C15) & MASK, 2**32)
+        z = (low * 2**32 + high) ^ (low * (high | 1))
+        z = (z * 0x94D049BB133111EB if lane == 0 else (z ^ seeds_of(spec)[1]) * 0xD6E8FEB86659FD93) & MASK
+        z ^= z // 2**32
+    else:
+        z = (seeds_of(spec)[lane] + word * 0x9E3779B97F4A7C15) & MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        z ^= z >> 31
     shift = 8 * width * slot if lane == 0 else 64 - 8 * width * (slot + 1)
-    return ((z ^ (z >> 31)) | 1) << shift
+    return (z | 1) << shift
 
 
 _SEEDS: dict[Spec, list[int]] = {}

@@ -12,7 +12,7 @@ from typing import Any, Final
 from weightcast.manifest.store import open_store
 from weightcast.manifest.stream import StreamReader
 
-from .make import write_boxes, write_classes, write_packed, write_pairs
+from .make import write_boxes, write_classes, write_mix, write_packed, write_pairs
 from .minireader import MiniReader, Model
 
 
@@ -64,4 +64,5 @@ CLASSES: Final = Golden("class", write_classes)
 BOXES: Final = Golden("boxes", write_boxes)
 PACKED: Final = Golden("packed", write_packed)
 PAIRS: Final = Golden("pairs", write_pairs)
-FEATURES: Final = (CLASSES, BOXES, PACKED, PAIRS)
+MIX: Final = Golden("mix2", write_mix)
+FEATURES: Final = (CLASSES, BOXES, PACKED, PAIRS, MIX)

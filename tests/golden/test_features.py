@@ -52,9 +52,10 @@ def test_what_is_written_today_is_read_by_the_document(golden: Golden, tmp_path:
 @EACH
 def test_the_mini_reader_asks_for_the_feature(golden: Golden, tmp_path: Path) -> None:
     shutil.copytree(golden.store, tmp_path / "store")
-    path = tmp_path / f"store/versions/{1:012d}.json"
+    version = next(v for v, m in enumerate(golden.models) if golden.feature in m.manifest["features"])
+    path = tmp_path / f"store/versions/{version:012d}.json"
     manifest = json.loads(path.read_bytes())
     manifest["features"].remove(golden.feature)
     path.write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="feature"):
-        MiniReader(tmp_path / "store").read(1, golden.models[0])
+        MiniReader(tmp_path / "store").read(version, golden.models[version - 1])

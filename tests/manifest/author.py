@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from weightcast.manifest.snapshot import write_snapshot
 from weightcast.manifest.store import Store
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.dtypes import WIDTHS
-from weightcast.schemas.layout import Layout, TensorSpec
+from weightcast.schemas.layout import MIX, Layout, TensorSpec
 from weightcast.schemas.manifest import (
     FORMAT,
     ObjectRef,
@@ -54,6 +54,7 @@ class Tensors:
     bits: dict[str, npt.NDArray[Any]]
     dtypes: dict[str, str]
     ties: dict[str, str] = field(default_factory=dict)
+    mix: int = MIX
 
     @classmethod
     def of(cls, ties: Mapping[str, str] | None = None, **named: tuple[str, Any]) -> Tensors:
@@ -65,7 +66,8 @@ class Tensors:
     def layout(self) -> Layout:
         own = [TensorSpec(n, self.dtypes[n], a.shape) for n, a in self.bits.items()]
         return Layout.of(
-            [*own, *(TensorSpec(n, self.dtypes[t], self.bits[t].shape, t) for n, t in self.ties.items())]
+            [*own, *(TensorSpec(n, self.dtypes[t], self.bits[t].shape, t) for n, t in self.ties.items())],
+            self.mix,
         )
 
     def changed(self, name: str, *edits: tuple[Any, int]) -> Tensors:
@@ -73,7 +75,7 @@ class Tensors:
         bits = {n: a.copy() for n, a in self.bits.items()}
         for index, value in edits:
             bits[name][index] = value
-        return Tensors(bits, self.dtypes, self.ties)
+        return replace(self, bits=bits)
 
 
 class Author:
@@ -200,7 +202,8 @@ class Author:
             "step": None,
             "time": now(),
         }
-        return VersionManifest(**{**standard, **fields})
+        features = {*layout.features, *fields.pop("features", ())}
+        return VersionManifest(**{**standard, "features": sorted(features), **fields})
 
     def commit(
         self, tensors: Tensors, *, files: Mapping[str, bytes] | None = None, **fields: Any

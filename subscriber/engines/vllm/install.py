@@ -173,7 +173,7 @@ def check_digest(found: Digest, wanted: Held) -> None:
 
 def _unread(replies: Sequence[Reply], files: Sequence[Path]) -> Digest:
     """Digest of the target's tensors that are reloaded, from the files they come from: live, they cannot be read."""
-    return digest_of(files, replies[0].dense) if replies[0].dense else Digest()
+    return digest_of(files, replies[0].dense, replies[0].mix) if replies[0].dense else Digest()
 
 
 def _report(target: Held, replies: Sequence[Reply], written: int, clock: Clock) -> InstallReport:

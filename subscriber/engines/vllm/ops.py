@@ -56,6 +56,7 @@ class Reply(_Document):
     ] = {}  # attach: tensors whose layers can be reloaded whole here -> why they are not patched
     loading: bool = False  # nothing was done, since this process is not ready yet: ask again
     dense: list[str] = []  # tensors that are reloaded, as the last assignment says
+    mix: int = 1  # of the plan's layout
     unread: str | None = None  # digest of these in the version committed last
     elements: int = 0  # read here; or of the whole version that were to be written, here or elsewhere
 

@@ -256,7 +256,14 @@ class Rank:
     def _answer(self, plan: Plan, *, elements: int = 0) -> Reply:
         parts = {number: digest.hex for number, digest in plan.parts.items()}
         unread = None if plan.unread is None else plan.unread.hex
-        return Reply(row=self.row(), parts=parts, dense=list(plan.dense), unread=unread, elements=elements)
+        return Reply(
+            row=self.row(),
+            parts=parts,
+            dense=list(plan.dense),
+            mix=plan.live.geometry.layout.mix,
+            unread=unread,
+            elements=elements,
+        )
 
     def _planned(self, session: str | None, layout_sha256: str | None = None) -> Plan:
         """The plan, for whoever made it.

@@ -91,15 +91,17 @@ def as_tensor(spec: TensorSpec, bits: Bytes) -> torch.Tensor:
     return flat.view(getattr(torch, _TORCH[spec.dtype])).reshape(spec.shape)
 
 
-def digest_of(paths: Iterable[Path], names: Collection[str]) -> Digest:
+def digest_of(paths: Iterable[Path], names: Collection[str], mix: int) -> Digest:
     """Digest of some tensors in safetensors files: all other tensors of a layout add nothing to it.
+
+    mix: of that layout.
 
     Raises:
         As `open_tensors`.
     """
     files = list(paths)
     specs = [entry.spec for path in files for entry in read_header(path) if entry.spec.name in names]
-    layout = Layout.of(specs)
+    layout = Layout.of(specs, mix)
     geometry = Geometry(layout)
     return digest_all(geometry, Memory.over(geometry, open_tensors(files, layout)))
 
