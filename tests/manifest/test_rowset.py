@@ -133,7 +133,7 @@ def test_rebuild_show_and_verify() -> None:
     for seed in range(1, 4):
         target = moved(author.tensors[-1], seed)
         author.publish(target, boxes=slices(target, 100), rows_a_shard=5)
-        assert author.positions[-1].manifest.features == ["boxes", "packed", "pairs"]
+        assert author.positions[-1].manifest.features == ["boxes", "mix2", "packed", "pairs"]
     check_state(rebuild(author.reader, 3, POOL), author.tensors[3])
     shown = show(author.reader, 3, tensors=True).tensors
     assert shown is not None

@@ -20,21 +20,21 @@ At = Callable[..., Publisher]
 
 def test_by_class(store: FaultStore, publisher_at: At) -> None:
     publisher, model = publisher_at(codec="class"), weights()
-    assert publisher.publish(model).wait().features == []
+    assert publisher.publish(model).wait().features == ["mix2"]
     for version in (1, 2, 3):
         model = trained(model, version)
         manifest = publisher.publish(model).wait()
-        assert manifest.features == ["class", "packed", "pairs"]
+        assert manifest.features == ["class", "mix2", "packed", "pairs"]
         assert {r.tensor for r in rows_of(store, manifest) if r.coding == "class"} == {"a", "b"}
         assert_version(store, version, copy_of(model))
-    assert publisher.publish(model).wait().features == []  # nothing changed
+    assert publisher.publish(model).wait().features == ["mix2"]  # nothing changed
     chain_of(store)
 
 
 def test_by_gap_unless_told_otherwise(store: FaultStore, publisher: Publisher) -> None:
     publisher.publish(weights()).wait()
     manifest = publisher.publish(trained(weights(), 1)).wait()
-    assert manifest.features == ["packed", "pairs"]
+    assert manifest.features == ["mix2", "packed", "pairs"]
     assert {r.coding for r in rows_of(store, manifest)} == {"pairs"}
 
 
@@ -75,7 +75,7 @@ def test_versions_that_coalesce_are_coded_anew(store: FaultStore, publisher_at: 
     publisher.publish(states[2])
     waiting = publisher.publish(states[3])
     hold.release()
-    assert waiting.wait().features == ["class", "packed", "pairs"]
+    assert waiting.wait().features == ["class", "mix2", "packed", "pairs"]
     assert_version(store, 1, copy_of(states[1]))
     assert_version(store, 2, copy_of(states[3]))
 
@@ -88,6 +88,6 @@ def test_a_release_without_it_stops_by_name(
     publisher.publish(trained(weights(), 1)).wait()
     monkeypatch.setattr(documents, "FEATURES", frozenset())
     reader = StreamReader.open(store)
-    assert reader.manifest(0).features == []
+    assert reader.manifest(0).features == ["mix2"]
     with pytest.raises(Unsupported, match=r"features \['class', 'packed', 'pairs'\]"):
         reader.manifest(1)

@@ -97,7 +97,7 @@ def test_by_class_over_versions_never_held(store: FaultStore, subscriber_at: At,
     folder.once()
     for seed in range(1, 5):
         model = trained(model, seed)
-        assert ranks.publish(model, "class", 20_000) == ["boxes", "class", "packed", "pairs"]
+        assert ranks.publish(model, "class", 20_000) == ["boxes", "class", "mix2", "packed", "pairs"]
     assert folder.once().version == 4
     assert loaded(tmp_path / "folder") == bits(model)
 

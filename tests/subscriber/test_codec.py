@@ -39,7 +39,7 @@ def trainer(store: FaultStore, trainer_at: Callable[..., Trainer]) -> Trainer:
 def publish(trainer: Trainer, model: Model, seed: int) -> Model:
     """The next version, which has the coding."""
     model = trained(model, seed)
-    assert trainer.publish(model).features == ["class", "packed", "pairs"]
+    assert trainer.publish(model).features == ["class", "mix2", "packed", "pairs"]
     return model
 
 
@@ -104,6 +104,6 @@ def test_half_precision(store: FaultStore, trainer: Trainer, subscriber_at: At) 
     moved = torch.rand(300, 400, generator=generator) < 0.0002 / old["w"].float().abs()
     steps = moved * (torch.randint(0, 2, (300, 400), generator=generator) * 2 - 1)
     new = {"w": (old["w"].view(torch.int16) + steps.to(torch.int16)).view(torch.float16)}
-    assert trainer.publish(new).features == ["class", "packed"]
+    assert trainer.publish(new).features == ["class", "mix2", "packed"]
     subscriber.once()
     assert bits(tensors) == bits(new)
