@@ -6,6 +6,7 @@ kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -51,7 +52,6 @@ def weigh_changes(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vector, bits = ir.VectorType(I64, LANES), tag.bitwidth
-        each = 64 // bits
         sums = [cgutils.alloca_once_value(builder, emit_splat(vector, 0)) for _ in range(2)]
         by = emit_broadcast(builder, args[4], vector)
         seeds = [emit_broadcast(builder, seed, vector) for seed in args[5:7]]
@@ -66,13 +66,8 @@ def weigh_changes(
 
             index = builder.add(read(args[0], position.bitwidth), by)
             step = builder.sub(read(args[2], bits), read(args[1], bits))
-            slot = builder.mul(builder.and_(index, emit_splat(vector, each - 1)), emit_splat(vector, bits))
-            word = builder.lshr(index, emit_splat(vector, each.bit_length() - 1))
-            golden = builder.mul(word, emit_splat(vector, GOLDEN))
-            slots = (slot, builder.sub(emit_splat(vector, 64 - bits), slot))
-            zs = [builder.add(seeds[0], golden), builder.add(seeds[1], golden) if is_own(mix) else seeds[1]]
-            moved = [builder.shl(step, place) for place in slots]
-            totals = emit_weighed(builder, [builder.load(total) for total in sums], moved, zs, mix)
+            word, slots = emit_words(builder, index, bits)
+            totals = emit_moved(builder, [builder.load(s) for s in sums], step, word, slots, seeds, mix)
             for place, total in zip(sums, totals, strict=True):
                 builder.store(total, place)
         lanes = [emit_sum(builder, builder.load(total)) for total in sums]
@@ -80,6 +75,29 @@ def weigh_changes(
 
     u64, i64 = types.uint64, types.int64
     return types.UniTuple(u64, 2)(u64, u64, u64, i64, i64, u64, u64, mix, position, tag), codegen
+
+
+def emit_words(builder: Any, index: Any, bits: int) -> tuple[Any, tuple[Any, Any]]:
+    """Of a vector of elements by number: their words, and how far they are shifted in these, a lane each."""
+    vector, each = index.type, 64 // bits
+    slot = builder.mul(builder.and_(index, emit_splat(vector, each - 1)), emit_splat(vector, bits))
+    word = builder.lshr(index, emit_splat(vector, each.bit_length() - 1))
+    return word, (slot, builder.sub(emit_splat(vector, 64 - bits), slot))
+
+
+def emit_moved(
+    builder: Any,
+    sums: Sequence[Any],
+    step: Any,
+    word: Any,
+    slots: Sequence[Any],
+    seeds: Sequence[Any],
+    mix: Any,
+) -> list[Any]:
+    """sums + step * W, a lane each, of elements in these words and slots."""
+    golden = builder.mul(word, emit_splat(word.type, GOLDEN))
+    zs = [builder.add(seeds[0], golden), builder.add(seeds[1], golden) if is_own(mix) else seeds[1]]
+    return emit_weighed(builder, sums, [builder.shl(step, place) for place in slots], zs, mix)
 
 
 @intrinsic

@@ -205,6 +205,18 @@ def part_below(positions: Any, begin: int, end: int, limit: int) -> int:
 
 
 @kernel
+def digest_step(index: int, old: Any, new: Any, seed: Seed) -> Any:
+    """(new - old) * R of element `index` of a tensor."""
+    bits = np.uint64(width(old) * 8)
+    level = np.uint64(6 - trailing_zeros(bits))  # 2^level elements make a word
+    slot = (np.uint64(index) & ((np.uint64(1) << level) - np.uint64(1))) * bits
+    step, word = np.uint64(new) - np.uint64(old), np.uint64(index) >> level
+    return (step << slot) * weight(seed, 0, word), (step << (np.uint64(64) - bits - slot)) * weight(
+        seed, 1, word
+    )
+
+
+@kernel
 def digest_change(
     starts: Ints, seeds: Words, first: int, positions: Any, start: int, olds: Bits, news: Bits, count: int
 ) -> Any:
@@ -214,10 +226,6 @@ def digest_change(
     """
     lane0, lane1 = np.uint64(0), np.uint64(0)
     tensor, done = first, 0
-    bits = np.uint64(olds.itemsize * 8)
-    top = np.uint64(64) - bits
-    level = np.uint64(6 - trailing_zeros(bits))  # 2^level elements make a word
-    each = np.uint64(1) << level
     while done < count:
         while np.int64(positions[done]) + start >= starts[tensor + 1]:
             tensor += 1
@@ -233,11 +241,9 @@ def digest_change(
         lane0 += part0
         lane1 += part1
         for i in range(vectors * LANES, at.size):
-            index = np.uint64(np.int64(at[i]) + shift)
-            slot = (index & (each - np.uint64(1))) * bits
-            step = np.uint64(new[i]) - np.uint64(old[i])
-            lane0 += (step << slot) * weight(seed, 0, index >> level)
-            lane1 += (step << (top - slot)) * weight(seed, 1, index >> level)
+            part0, part1 = digest_step(np.int64(at[i]) + shift, old[i], new[i], seed)
+            lane0 += part0
+            lane1 += part1
         done = stop
     return lane0, lane1
 

@@ -10,14 +10,31 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .jit import kernel, load, prefetch, store, width
-from .kernels import AHEAD_BYTES, FETCHED, digest_change, digest_run, fetch, part_below, seed_of
+from .jit import LANES, OWN, SHARED, kernel, load, prefetch, store, width
+from .jit_apply import AHEAD, step_vectors
+from .jit_find import COMPRESSES
+from .kernels import (
+    AHEAD_BYTES,
+    FETCHED,
+    MIX_2,
+    Seed,
+    digest_change,
+    digest_run,
+    digest_step,
+    fetch,
+    part_below,
+    seed_of,
+)
 from .kernels_gaps import read_some
-from .kernels_moves import STEPPED, apply_marks, apply_some, find_some, part_pairs
+from .kernels_moves import STEPPED, apply_marks, apply_some, escaped_bits, find_some, part_pairs
 
 BLOCK: Final = 128
 """Changes that are decoded at a time. Their old bits are on their way while as many others are worked on: anything
 from 64 to 512 is as fast. Even, so that a block begins with a byte of two steps."""
+
+STRETCH: Final = 4096
+"""Changes whose positions are decoded before they are worked on. Even, as `BLOCK`, and small enough for what is kept of
+each to stay near."""
 
 WRITTEN: Final = 4096
 """Changes written before they are read back: more than a first-level cache holds, less than a second-level one."""
@@ -47,7 +64,7 @@ def locate(addresses: Words, starts: Ints, tensor: int, positions: Ints, places:
 
 
 @kernel
-def change_row(
+def change_by_blocks(
     addresses: Words, starts: Ints, seeds: Words, first: int, start: int, length: int, shift: int,
     gaps: Bytes, lows: Bytes, marks: Bytes, steps: Bytes, escapes: Bits, paired: bool,
     positions: Ints, olds: Bits, news: Bits, write: bool, tag: Any,
@@ -112,6 +129,137 @@ def change_row(
     if used != gaps.size or (rest and lows[-1] >> rest):
         return GAPS_FAULT, lane0, lane1
     return 0 if escaped == escapes.size else 2, lane0, lane1
+
+
+@kernel
+def change_by_vectors(
+    addresses: Words, starts: Ints, seeds: Words, first: int, start: int, length: int, shift: int,
+    gaps: Bytes, lows: Bytes, marks: Bytes, steps: Bytes, escapes: Bits, paired: bool,
+    positions: Ints, olds: Bits, news: Bits, write: bool, tag: Any,
+) -> Any:  # fmt: skip
+    """As `change_by_blocks`, of a row that is not dense, on machines with `COMPRESSES`."""
+    far, moves = np.empty(STRETCH + LANES, np.int64), np.empty(STRETCH, np.uint8)
+    lane0, lane1 = np.uint64(0), np.uint64(0)
+    used, escaped, position, tensor, n = 0, 0, start - 1, first, positions.size
+    for begin in range(0, n, STRETCH):
+        end = min(begin + STRETCH, n)
+        here, move = positions[begin:end], moves[: end - begin]
+        if paired:
+            part_pairs(steps[begin // 2 :], move)
+        else:
+            move[:] = steps[begin:end]
+        used, position = read_some(gaps, lows, shift, used, position, begin, here)
+        if used < 0 or position >= start + length:
+            return GAPS_FAULT, lane0, lane1
+        done = 0
+        while done < here.size:
+            while here[done] >= starts[tensor + 1]:
+                tensor += 1
+            stop = part_below(here, done, here.size, starts[tensor + 1])
+            escaped, part0, part1 = step_some(
+                addresses[tensor], starts[tensor], seed_of(seeds, tensor), here[done:stop], move[done:stop], escapes,
+                escaped, paired, olds[begin + done : begin + stop], news[begin + done : begin + stop], far, write, tag,
+            )  # fmt: skip
+            if escaped < 0:
+                return -escaped, lane0, lane1
+            lane0 += part0
+            lane1 += part1
+            done = stop
+    rest = n * shift & 7
+    if used != gaps.size or (rest and lows[-1] >> rest):
+        return GAPS_FAULT, lane0, lane1
+    return 0 if escaped == escapes.size else 2, lane0, lane1
+
+
+@kernel
+def step_some(
+    address: np.uint64, begin: int, seed: Seed, positions: Ints, steps: Bytes, escapes: Bits, used: int, paired: bool,
+    olds: Bits, news: Bits, far: Ints, write: bool, tag: Any,
+) -> Any:  # fmt: skip
+    """(escapes used up to there or minus what is wrong, lane 0, lane 1) of changes in the tensor that begins at flat
+    element `begin`, at `address`."""
+    size = positions.size
+    origin = address - np.uint64(begin * width(tag))
+    for k in range(min(AHEAD, size)):
+        prefetch(origin + np.uint64(positions[k] * width(tag)))
+    lane0, lane1, found, zeros, done = np.uint64(0), np.uint64(0), 0, 0, size // LANES * LANES
+    if done:
+        at, move = np.uint64(positions.ctypes.data), np.uint64(steps.ctypes.data)
+        old, new, out = np.uint64(olds.ctypes.data), np.uint64(news.ctypes.data), np.uint64(far.ctypes.data)
+        if seed[2] == MIX_2:
+            found, zeros, lane0, lane1 = step_vectors(
+                origin,
+                at,
+                move,
+                old,
+                new,
+                out,
+                done // LANES,
+                done - LANES,
+                -begin,
+                write,
+                seed[0],
+                seed[1],
+                SHARED,
+                tag,
+            )
+        else:
+            found, zeros, lane0, lane1 = step_vectors(
+                origin,
+                at,
+                move,
+                old,
+                new,
+                out,
+                done // LANES,
+                done - LANES,
+                -begin,
+                write,
+                seed[0],
+                seed[1],
+                OWN,
+                tag,
+            )
+    for k in range(done, size):
+        far[found] = k
+        found += 1
+        olds[k] = load(origin + np.uint64(positions[k] * width(tag)), tag)
+        zeros += steps[k] == 0
+    if zeros:
+        return -1, lane0, lane1
+    for k in far[:found]:
+        if steps[k] == 255:
+            fault, news[k] = escaped_bits(escapes, used, paired, olds[k])
+            if fault:
+                return -fault, lane0, lane1
+            used += 1
+        else:
+            step = np.int64(steps[k])
+            news[k] = olds[k] + np.uint64((step >> 1) ^ -(step & 1))
+        if write:
+            store(origin + np.uint64(positions[k] * width(tag)), news[k])
+        part0, part1 = digest_step(positions[k] - begin, olds[k], news[k], seed)
+        lane0 += part0
+        lane1 += part1
+    return used, lane0, lane1
+
+
+@kernel
+def change_row(
+    addresses: Words, starts: Ints, seeds: Words, first: int, start: int, length: int, shift: int,
+    gaps: Bytes, lows: Bytes, marks: Bytes, steps: Bytes, escapes: Bits, paired: bool,
+    positions: Ints, olds: Bits, news: Bits, write: bool, tag: Any,
+) -> Any:  # fmt: skip
+    """`change_by_blocks`, by vectors where the machine has them."""
+    if COMPRESSES and marks.size == 0:
+        return change_by_vectors(
+            addresses, starts, seeds, first, start, length, shift, gaps, lows, marks, steps, escapes, paired,
+            positions, olds, news, write, tag,
+        )  # fmt: skip
+    return change_by_blocks(
+        addresses, starts, seeds, first, start, length, shift, gaps, lows, marks, steps, escapes, paired,
+        positions, olds, news, write, tag,
+    )  # fmt: skip
 
 
 @kernel
