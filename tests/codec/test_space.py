@@ -41,7 +41,9 @@ def test_spaces_hold_untied_tensors_by_dtype_in_layout_order() -> None:
 
 def test_seeds_are_those_of_the_reference() -> None:
     space = space_of(4, [(), (0,), (2, 3)])
-    assert [tuple(map(int, seed)) for seed in space.seeds] == [(*reference.seeds(spec), 2) for spec in space.specs]
+    assert [tuple(map(int, seed)) for seed in space.seeds] == [
+        (*reference.seeds(spec), 2) for spec in space.specs
+    ]
 
 
 @examples

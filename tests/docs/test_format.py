@@ -107,10 +107,11 @@ def test_bounds() -> None:
         "At most 64 KiB of UTF-8": (manifest.MAX_METADATA_BYTES, 64 * kib),
         "array of ShardRef, at most 20,000": (manifest.MAX_SHARDS, 20_000),
         "`format` | integer, 1 |": (manifest.FORMAT, 1),
-        "Format 1 has four, which a version manifest must list: `class`, if a row of its shards has the coding `class`; "
-        "`pairs`, if one has the coding `pairs`; `boxes`, if one is a box; `packed`, if": (
+        "Format 1 has five. A snapshot manifest lists `mix2`, if its layout has mix 2 (state digest); a version manifest "
+        "lists that, too, and `class`, if a row of its shards has the coding `class`; `pairs`, if one has the coding "
+        "`pairs`; `boxes`, if one is a box; `packed`, if": (
             set(manifest.FEATURES),
-            {"class", "pairs", "boxes", "packed"},
+            {"class", "pairs", "boxes", "packed", "mix2"},
         ),
         "Its content is at most 1 GiB, and at most 16 times as long": (shard.MAX_EXPANSION, 16),
         "is 1/32 or more of them": (shard.PACKED_SHARE, 32),

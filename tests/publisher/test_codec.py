@@ -86,7 +86,7 @@ def test_a_release_without_it_stops_by_name(
     publisher = publisher_at(codec="class")
     publisher.publish(weights()).wait()
     publisher.publish(trained(weights(), 1)).wait()
-    monkeypatch.setattr(documents, "FEATURES", frozenset())
+    monkeypatch.setattr(documents, "FEATURES", frozenset({"mix2"}))
     reader = StreamReader.open(store)
     assert reader.manifest(0).features == ["mix2"]
     with pytest.raises(Unsupported, match=r"features \['class', 'packed', 'pairs'\]"):
