@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .jit import LANES, OWN, SHARED, kernel, load, prefetch, store, width
+from .jit import GROUP, LANES, OWN, SHARED, kernel, load, prefetch, store, width
 from .jit_apply import AHEAD, step_vectors
 from .jit_find import COMPRESSES
 from .kernels import (
@@ -86,7 +86,7 @@ def change_by_blocks(
     """
     n = positions.size
     places, moves = np.empty((2, BLOCK), np.uint64), np.empty((2, BLOCK), np.uint8)
-    far = np.empty(BLOCK, np.int64)
+    far = np.empty(BLOCK + GROUP, np.uint32)
     lane0, lane1 = np.uint64(0), np.uint64(0)
     used, marked, escaped, position, tensor, owner = 0, 0, 0, start - 1, first, first
     for begin in range(0, n + BLOCK, BLOCK):
@@ -272,7 +272,7 @@ def change_all(
     are written.
     """
     olds, news = np.empty(STEPPED, escapes.dtype), np.empty(STEPPED, escapes.dtype)
-    far = np.empty(STEPPED, np.int64)
+    far = np.empty(STEPPED + GROUP, np.uint32)
     lane0, lane1 = np.uint64(0), np.uint64(0)
     tensor, at, stop, escaped = first, start, start + marks.size, 0
     while at < stop:

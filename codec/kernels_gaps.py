@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .jit import kernel, load, store
+from .jit_code import part_gaps
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -48,26 +49,19 @@ def write_gaps(positions: npt.NDArray[np.uint32], count: int, shift: int, gaps: 
 @kernel
 def write_eights(positions: npt.NDArray[np.uint32], count: int, shift: int, gaps: Bytes, lows: Bytes) -> Any:
     """As `write_gaps`, for a shift of at most 8, as far as there are eight changes: (changes coded, bytes of gaps)."""
-    used, expected = 0, np.int64(0)
-    mask = (np.uint64(1) << np.uint64(shift)) - np.uint64(1)
+    used, before, address = 0, np.uint32(0xFFFFFFFF), np.uint64(positions.ctypes.data)
     for i in range(0, count - 7, 8):
-        highs, packed, most = np.uint64(0), np.uint64(0), np.uint64(0)
-        before = expected
-        for k in range(8):
-            gap = np.uint64(np.int64(positions[i + k]) - expected)
-            expected = np.int64(positions[i + k]) + 1
-            high = gap >> np.uint64(shift)
-            most |= high + np.uint64(1)  # reaches 256 if one does not fit a byte
-            highs |= high << np.uint64(8 * k)
-            packed |= (gap & mask) << np.uint64(shift * k)
+        highs, packed, fits = part_gaps(address + np.uint64(4 * i), before, shift)
         store(np.uint64(lows.ctypes.data) + np.uint64(i * shift >> 3), packed)
-        if most < np.uint64(256):
+        if fits:
             store(np.uint64(gaps.ctypes.data) + np.uint64(used), highs)
             used += 8
-            continue
-        for k in range(8):
-            used = write_high((np.int64(positions[i + k]) - before) >> shift, gaps, used)
-            before = np.int64(positions[i + k]) + 1
+        else:
+            expected = np.int64(positions[i - 1]) + 1 if i else np.int64(0)
+            for k in range(8):
+                used = write_high((np.int64(positions[i + k]) - expected) >> shift, gaps, used)
+                expected = np.int64(positions[i + k]) + 1
+        before = positions[i + 7]
     return count // 8 * 8, used
 
 

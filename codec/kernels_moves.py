@@ -11,7 +11,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .jit import kernel
+from .jit import GROUP, kernel, width
+from .jit_code import note_bytes
+from .jit_find import COMPRESSES
 from .kernels_gaps import write_gaps
 
 MOST_STEP: Final = 254
@@ -53,18 +55,38 @@ def write_changes(
 @kernel
 def code_steps(olds: Bits, news: Bits, count: int, paired: bool, steps: Bytes, escapes: Bits) -> int:
     """Write the step of each change, 15 or 255 for those that are escaped; how many are."""
-    most = MOST_OF_PAIR if paired else MOST_STEP
-    escaped = 0
-    sign = olds.itemsize * 8 - 1
-    for i in range(count):
-        step = np.uint64(news[i]) - np.uint64(olds[i])
-        wrapped = step << np.uint64(63 - sign)  # the sign of the step, as 64 bits of it
-        zigzag = ((wrapped << np.uint64(1)) ^ np.uint64(np.int64(wrapped) >> 63)) >> np.uint64(63 - sign)
-        fits = zigzag <= np.uint64(most)
-        steps[i] = zigzag if fits else np.uint64(most + 1)
-        escapes[escaped] = zigzag if paired else np.uint64(news[i])
-        escaped += not fits
+    beyond = np.uint64((MOST_OF_PAIR if paired else MOST_STEP) + 1)
+    for i in range(count):  # without a branch, so that it becomes vectors
+        steps[i] = min(zigzag(olds[i], news[i]), beyond)
+    escaped, far = 0, np.empty(STEPPED + GROUP, np.uint32)
+    for begin in range(0, count, STEPPED):
+        found = find_bytes(steps[begin : min(begin + STEPPED, count)], np.uint8(beyond), far)
+        for i in far[:found]:
+            at = begin + np.int64(i)
+            escapes[escaped] = zigzag(olds[at], news[at]) if paired else np.uint64(news[at])
+            escaped += 1
     return escaped
+
+
+@kernel
+def zigzag(old: Any, new: Any) -> np.uint64:
+    """The step between two elements of a width, its sign lowest."""
+    unused = np.uint64(64 - 8 * width(old))
+    wrapped = (np.uint64(new) - np.uint64(old)) << unused  # the sign of the step, as 64 bits of it
+    return ((wrapped << np.uint64(1)) ^ np.uint64(np.int64(wrapped) >> 63)) >> unused
+
+
+@kernel
+def find_bytes(plane: Bytes, byte: np.uint8, out: npt.NDArray[np.uint32]) -> int:
+    """Write where `plane` has `byte` to `out`, which has `GROUP` entries more than that may be; how often it has."""
+    found = done = 0
+    if COMPRESSES:
+        done = plane.size // GROUP * GROUP
+        found = note_bytes(np.uint64(plane.ctypes.data), done // GROUP, byte, np.uint64(out.ctypes.data))
+    for i in range(done, plane.size):  # no processor predicts where they are
+        out[found] = i
+        found += plane[i] == byte
+    return found
 
 
 @kernel
@@ -123,7 +145,7 @@ def escaped_bits(escapes: Bits, used: int, paired: bool, old: Any) -> Any:
 
 @kernel
 def apply_some(
-    steps: Bytes, escapes: Bits, used: int, paired: bool, olds: Bits, news: Bits, far: npt.NDArray[np.int64]
+    steps: Bytes, escapes: Bits, used: int, paired: bool, olds: Bits, news: Bits, far: npt.NDArray[np.uint32]
 ) -> Any:
     """As `apply_marks`, of changes, none of which may have the step 0."""
     none = 0
@@ -136,21 +158,17 @@ def apply_some(
 
 @kernel
 def apply_marks(
-    marks: Bytes, escapes: Bits, used: int, paired: bool, olds: Bits, news: Bits, far: npt.NDArray[np.int64]
+    marks: Bytes, escapes: Bits, used: int, paired: bool, olds: Bits, news: Bits, far: npt.NDArray[np.uint32]
 ) -> Any:
     """New bits from old ones and step bytes, of which 0 leaves an element as it is.
 
-    `far`: scratch, no shorter than `marks`. Escapes used up to there, or minus the number of what is wrong
+    `far`: scratch, `GROUP` longer than `marks`. Escapes used up to there, or minus the number of what is wrong
     (`apply_steps`).
     """
     for i in range(marks.size):  # without a branch, so that it becomes vectors
         step = np.int64(marks[i])
         news[i] = olds[i] + np.uint64((step >> 1) ^ -(step & 1))
-    escaped = 0
-    for i in range(marks.size):  # no processor predicts where they are
-        far[escaped] = i
-        escaped += marks[i] == 255
-    for i in far[:escaped]:
+    for i in far[: find_bytes(marks, np.uint8(255), far)]:
         fault, news[i] = escaped_bits(escapes, used, paired, olds[i])
         if fault:
             return -fault
@@ -164,7 +182,7 @@ def apply_steps(steps: Bytes, escapes: Bits, paired: bool, olds: Bits, news: Bit
 
     1: a step is zero; 2: the escapes are not exactly used up; 3: an escape changes nothing.
     """
-    used, far = 0, np.empty(STEPPED, np.int64)
+    used, far = 0, np.empty(STEPPED + GROUP, np.uint32)
     for i in range(0, steps.size, STEPPED):
         j = min(i + STEPPED, steps.size)
         used = apply_some(steps[i:j], escapes, used, paired, olds[i:j], news[i:j], far)
