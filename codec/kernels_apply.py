@@ -1,6 +1,7 @@
 """Changes into memory: from the planes of coding `gap`, `pairs` or `dense` in one pass, or as they are, read back.
 
-What is to be read or written is fetched a block ahead, while gaps are added up.
+What is to be read or written is fetched some changes ahead: on machines with `COMPRESSES` in the loop that works on
+changes (`jit_apply`), on others a block of them ahead, while gaps are added up.
 """
 
 from __future__ import annotations
@@ -176,8 +177,10 @@ def step_some(
     address: np.uint64, begin: int, seed: Seed, positions: Ints, steps: Bytes, escapes: Bits, used: int, paired: bool,
     olds: Bits, news: Bits, far: Ints, write: bool, tag: Any,
 ) -> Any:  # fmt: skip
-    """(escapes used up to there or minus what is wrong, lane 0, lane 1) of changes in the tensor that begins at flat
-    element `begin`, at `address`."""
+    """(escapes used up to there or minus what is wrong, lane 0, lane 1), of changes in one tensor.
+
+    It begins at flat element `begin`, at `address`. far: scratch, `LANES` longer than positions.
+    """
     size = positions.size
     origin = address - np.uint64(begin * width(tag))
     for k in range(min(AHEAD, size)):
@@ -188,38 +191,14 @@ def step_some(
         old, new, out = np.uint64(olds.ctypes.data), np.uint64(news.ctypes.data), np.uint64(far.ctypes.data)
         if seed[2] == MIX_2:
             found, zeros, lane0, lane1 = step_vectors(
-                origin,
-                at,
-                move,
-                old,
-                new,
-                out,
-                done // LANES,
-                done - LANES,
-                -begin,
-                write,
-                seed[0],
-                seed[1],
-                SHARED,
-                tag,
-            )
+                origin, at, move, old, new, out, done // LANES, done - LANES, -begin, write,
+                seed[0], seed[1], SHARED, tag,
+            )  # fmt: skip
         else:
             found, zeros, lane0, lane1 = step_vectors(
-                origin,
-                at,
-                move,
-                old,
-                new,
-                out,
-                done // LANES,
-                done - LANES,
-                -begin,
-                write,
-                seed[0],
-                seed[1],
-                OWN,
-                tag,
-            )
+                origin, at, move, old, new, out, done // LANES, done - LANES, -begin, write,
+                seed[0], seed[1], OWN, tag,
+            )  # fmt: skip
     for k in range(done, size):
         far[found] = k
         found += 1
