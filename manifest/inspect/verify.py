@@ -7,7 +7,7 @@ pruned: no problem.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from weightcast.codec import Box, FlatSpace, Geometry, check
@@ -17,6 +17,7 @@ from weightcast.manifest.rowset import RowSet, box_of
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import Corrupt, Gap, NotFound, Untrusted, WeightcastError
 from weightcast.schemas.frames import MAGIC
+from weightcast.schemas.layout import Layout
 from weightcast.schemas.manifest import LayoutRef, ObjectRef, ShardRef
 from weightcast.schemas.names import file_key, layout_key, version_key
 from weightcast.schemas.shard import Row, decode_shard, features_of
@@ -196,6 +197,8 @@ class _Check:
             if manifest.snapshot is not None:
                 self.named_snapshots[position.version] = manifest.snapshot
             geometry = self._check_layout(position.version, manifest.layout)
+            if geometry is not None:
+                self._check_features(position, geometry.layout)
             self._check_files(position)
             if position.version > self.floor:
                 for ref in manifest.shards:
@@ -216,6 +219,12 @@ class _Check:
             return None
         self._geometry = (ref.sha256, Geometry(layout))
         return self._geometry[1]
+
+    def _check_features(self, position: Position, layout: Layout) -> None:
+        missing = set(layout.features) - set(position.manifest.features)
+        if missing:
+            error = Corrupt(f"the layout needs {_unlisted(missing)}")
+            self.findings.add(position.version, version_key(position.version), error)
 
     def _check_files(self, position: Position) -> None:
         ref = position.manifest.files
@@ -246,13 +255,17 @@ class _Check:
             )
         missing = features_of(rows, packed=data[: len(MAGIC)] == MAGIC) - set(job.position.manifest.features)
         if missing:
-            raise Corrupt(
-                f"the shard needs the features {sorted(missing)}, which the manifest does not list: a release that "
-                "does not know them cannot say so"
-            )
+            raise Corrupt(f"the shard needs {_unlisted(missing)}")
         if job.geometry is None:
             return []
         return [_check_row(job.geometry, row) for row in rows]
+
+
+def _unlisted(features: Collection[str]) -> str:
+    return (
+        f"the features {sorted(features)}, which the manifest does not list: a release that does not know them "
+        "cannot say so"
+    )
 
 
 def _check_row(geometry: Geometry, row: Row) -> Placed:

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from weightcast.codec import Box
-from weightcast.manifest.commit import put_shard
+from weightcast.manifest.commit import commit, put_shard
 from weightcast.manifest.inspect.verify import Problem, VerifyReport, verify
 from weightcast.manifest.retention import prune
 from weightcast.manifest.store import Store, open_store
 from weightcast.manifest.stream import StreamReader
 from weightcast.schemas.errors import NotFound, StorageError
+from weightcast.schemas.names import version_key
 from weightcast.schemas.shard import features_of
 
 from .. import sample
@@ -100,6 +101,16 @@ def test_a_feature_that_shards_have_and_the_manifest_does_not_list(feature: str)
     (problem,) = verify(StreamReader.open(author.store), threads=2).problems
     assert (problem.version, problem.kind, problem.object) == (1, "corrupt", shards[0].key)
     assert f"needs the features ['{feature}']" in problem.message
+
+
+def test_a_feature_that_the_layout_has_and_the_manifest_does_not_list() -> None:
+    author = Author(open_store(f"memory://{uuid.uuid4().hex}"))
+    tensors = Tensors.of(w=("BF16", [1, 2, 3]))
+    author.reset(tensors)
+    commit(author.store, author.manifest(tensors).model_copy(update={"features": []}))
+    (problem,) = verify(StreamReader.open(author.store), threads=2).problems
+    assert (problem.version, problem.kind, problem.object) == (1, "corrupt", version_key(1))
+    assert "needs the features ['mix2']" in problem.message
 
 
 def test_every_byte_of_a_manifest_is_covered_by_the_chain(copy: Path) -> None:
