@@ -12,6 +12,7 @@ from weightcast.publisher.label import Label
 from weightcast.publisher.upload import Uploader
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import Conflict, Corrupt, StorageError, UsageError, WeightcastError
+from weightcast.schemas.layout import MIX
 from weightcast.schemas.manifest import VersionManifest
 
 from .commit import Relaid, prepare
@@ -87,6 +88,7 @@ class Chair:
         fresh = wish.reset or not self._goes_on
         fits = all(status.plan == self._identity for status in found) and self._identity != ""
         fits = fits and (fresh or all(self._can_follow(status) for status in found))
+        fits = fits and not (fresh and self._plan is not None and self._plan.layout.mix != MIX)
         fits = fits and not (self._unlisted if fresh else self._unlisted.intersection(wish.drop))
         last, head = self._last, self.head
         asked = any(status.open for status in found)

@@ -11,6 +11,7 @@ import torch
 
 from tests.faultstore import FaultStore, Hold, refuse
 from tests.publisher.hooks.kit import assert_same_bits
+from tests.publisher.older import as_an_older_release, mix_of
 from weightcast.manifest.deltas import changed_positions
 from weightcast.manifest.fetch import DeltaFetcher
 from weightcast.manifest.stream import StreamReader
@@ -63,6 +64,24 @@ def test_rows_and_columns_and_replicas_arrive_and_each_change_is_sent_once(
             assert_same_bits(held_by_a_subscriber(stores[0], whole), whole)
         assert ("boxes" in manifest.features) == (divide is columns)
         crew.close()
+
+
+def test_a_stream_that_an_older_release_began_keeps_its_digest_until_a_reset(
+    stores: list[FaultStore], crew_at: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = model()
+    with monkeypatch.context() as patch:
+        as_an_older_release(patch)
+        crew = crew_at()
+        assert mix_of(stores[0], published(crew.publish(lambda r: rows(whole, r, RANKS)))) == 1
+    for new, reset, expected in [(False, False, 1), (True, False, 1), (False, True, 2), (False, False, 2)]:
+        if new:
+            crew.close()
+            crew = crew_at()
+        stir(whole, expected)
+        manifest = published(crew.publish(lambda r: columns(whole, r, RANKS), reset=reset))
+        assert mix_of(stores[0], manifest) == expected
+        assert_same_bits(held_by_a_subscriber(stores[0], whole), whole)
 
 
 def test_nothing_changed_is_a_version_without_shards(crew_at: Callable[..., Crew]) -> None:
