@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,6 +120,7 @@ def _supervise(folder: Path) -> None:
     """Run SeaweedFS until nobody holds the lock `users`."""
     ports = free_ports("127.0.0.1")
     server = S3Server(ports[-1])
+    shutil.rmtree(folder / "data", ignore_errors=True)  # of one that was stopped before another user came
     weed = start(folder, "127.0.0.1", ports, KEY, SECRET)
     state = folder / "server.json"
     try:
