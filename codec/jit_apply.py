@@ -20,7 +20,8 @@ from .jit_changes import emit_moved, emit_words
 from .jit_find import emit_compress
 
 AHEAD: Final = 64
-"""Changes between the one that is fetched and the one that is worked on. 32 to 256 are as fast, 16 is slower."""
+"""Changes between the one that is fetched and the one that is worked on. In a loop that did nothing else 32 to 256 were
+as fast, 16 slower."""
 
 
 @intrinsic

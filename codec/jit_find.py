@@ -1,7 +1,7 @@
 """Vector operations of the loop that finds changes; see `jit`.
 
-numba's cache looks only at the file of the outermost kernel, not at this one: after a change here, touch
-`kernels_find.py` and `kernels_boxes.py`.
+numba's cache looks only at the file of the outermost kernel, not at this one: after a change here, touch all files with
+kernels.
 """
 
 from __future__ import annotations

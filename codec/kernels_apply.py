@@ -65,6 +65,30 @@ def locate(addresses: Words, starts: Ints, tensor: int, positions: Ints, places:
 
 
 @kernel
+def read_planes(
+    gaps: Bytes, lows: Bytes, shift: int, steps: Bytes, paired: bool, used: int, position: Any, first: int,
+    positions: Ints, moves: Bytes,
+) -> Any:  # fmt: skip
+    """`read_some`, and the step bytes of the same changes, to `moves`. `first` must be even."""
+    if paired:
+        part_pairs(steps[first // 2 :], moves)
+    else:
+        moves[:] = steps[first : first + moves.size]
+    return read_some(gaps, lows, shift, used, position, first, positions)
+
+
+@kernel
+def fault_at_end(
+    count: int, gaps: Bytes, lows: Bytes, shift: int, used: int, escapes: Bits, escaped: int
+) -> int:
+    """0, or what is wrong with a row all of whose changes were read: its planes are to be used up."""
+    rest = count * shift & 7
+    if used != gaps.size or (rest and lows[-1] >> rest):
+        return GAPS_FAULT
+    return 0 if escaped == escapes.size else 2
+
+
+@kernel
 def change_by_blocks(
     addresses: Words, starts: Ints, seeds: Words, first: int, start: int, length: int, shift: int,
     gaps: Bytes, lows: Bytes, marks: Bytes, steps: Bytes, escapes: Bits, paired: bool,
@@ -97,11 +121,9 @@ def change_by_blocks(
             if marks.size:
                 marked = find_some(marks, marked, start, here, move)
             else:
-                if paired:
-                    part_pairs(steps[begin // 2 :], move)
-                else:
-                    move[:] = steps[begin : begin + here.size]
-                used, position = read_some(gaps, lows, shift, used, position, begin, here)
+                used, position = read_planes(
+                    gaps, lows, shift, steps, paired, used, position, begin, here, move
+                )
             if used < 0 or position >= start + length:
                 return GAPS_FAULT, lane0, lane1
             soon = places[begin // BLOCK % 2]
@@ -126,10 +148,7 @@ def change_by_blocks(
             part0, part1 = digest_change(starts, seeds, owner, at, 0, old, new, size)
             lane0 += part0
             lane1 += part1
-    rest = n * shift & 7
-    if used != gaps.size or (rest and lows[-1] >> rest):
-        return GAPS_FAULT, lane0, lane1
-    return 0 if escaped == escapes.size else 2, lane0, lane1
+    return fault_at_end(n, gaps, lows, shift, used, escapes, escaped), lane0, lane1
 
 
 @kernel
@@ -145,11 +164,7 @@ def change_by_vectors(
     for begin in range(0, n, STRETCH):
         end = min(begin + STRETCH, n)
         here, move = positions[begin:end], moves[: end - begin]
-        if paired:
-            part_pairs(steps[begin // 2 :], move)
-        else:
-            move[:] = steps[begin:end]
-        used, position = read_some(gaps, lows, shift, used, position, begin, here)
+        used, position = read_planes(gaps, lows, shift, steps, paired, used, position, begin, here, move)
         if used < 0 or position >= start + length:
             return GAPS_FAULT, lane0, lane1
         done = 0
@@ -166,10 +181,7 @@ def change_by_vectors(
             lane0 += part0
             lane1 += part1
             done = stop
-    rest = n * shift & 7
-    if used != gaps.size or (rest and lows[-1] >> rest):
-        return GAPS_FAULT, lane0, lane1
-    return 0 if escaped == escapes.size else 2, lane0, lane1
+    return fault_at_end(n, gaps, lows, shift, used, escapes, escaped), lane0, lane1
 
 
 @kernel
