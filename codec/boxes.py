@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from . import classes, kernels_boxes
 from .encode import Encoded, Planes, choose
 from .find import Found, own_rooms
 from .jit import LANES, TAGS
-from .kernels import digest_change
 from .lines import Lines
 from .memory import UNSIGNED
 from .space import FlatSpace, Place
@@ -140,10 +139,8 @@ def find_box(space: FlatSpace, box: Box, new: int, old: int) -> Found:
         np.uint64(old), np.uint64(new), begin, length, run, stride, seed, _spare(),
         positions, olds, news, TAGS[space.width],
     )  # fmt: skip
-    found = Found(
-        box.length, positions[:count], olds[:count], news[:count], Digest(*map(int, lanes)), Digest()
-    )
-    return replace(found, change=_moved(space, box, position, found))
+    digest, change = Digest(*map(int, lanes[:2])), Digest(*map(int, lanes[2:]))
+    return Found(box.length, positions[:count], olds[:count], news[:count], digest, change)
 
 
 def code_box(
@@ -237,16 +234,6 @@ def _spare() -> npt.NDArray[np.uint64]:
 
 def _sides(found: Found) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any], npt.NDArray[Any]]:
     return found.positions, found.olds, found.news
-
-
-def _moved(space: FlatSpace, box: Box, position: int, found: Found) -> Digest:
-    """Sum of (new - old) * R over the changes of a box."""
-    if not len(found):
-        return Digest()
-    places = found.positions.astype(np.int64)
-    kernels_boxes.spread(places, box.start, *box.spacing)
-    lanes = digest_change(space.starts, space.seeds, position, places, 0, found.olds, found.news, len(places))
-    return Digest(*map(int, lanes))
 
 
 def _copy(address: int, length: int, width: int) -> npt.NDArray[Any]:

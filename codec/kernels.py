@@ -205,7 +205,7 @@ def part_below(positions: Any, begin: int, end: int, limit: int) -> int:
 
 
 @kernel
-def digest_step(index: int, old: Any, new: Any, seed: Seed) -> Any:
+def digest_step(index: int | np.int64, old: Any, new: Any, seed: Seed) -> Any:
     """(new - old) * R of element `index` of a tensor."""
     bits = np.uint64(width(old) * 8)
     level = np.uint64(6 - trailing_zeros(bits))  # 2^level elements make a word
@@ -230,21 +230,40 @@ def digest_change(
         while np.int64(positions[done]) + start >= starts[tensor + 1]:
             tensor += 1
         stop = part_below(positions, done, count, starts[tensor + 1] - start)
-        at, old, new = positions[done:stop], olds[done:stop], news[done:stop]
-        shift, seed = start - starts[tensor], seed_of(seeds, tensor)
-        vectors = at.size // LANES
-        a, b, c = np.uint64(at.ctypes.data), np.uint64(old.ctypes.data), np.uint64(new.ctypes.data)
-        if seed[2] == MIX_2:
-            part0, part1 = weigh_changes(a, b, c, vectors, shift, seed[0], seed[1], SHARED, at[0], old[0])
-        else:
-            part0, part1 = weigh_changes(a, b, c, vectors, shift, seed[0], seed[1], OWN, at[0], old[0])
+        part0, part1 = digest_list(
+            positions[done:stop],
+            start - starts[tensor],
+            olds[done:stop],
+            news[done:stop],
+            seed_of(seeds, tensor),
+        )
         lane0 += part0
         lane1 += part1
-        for i in range(vectors * LANES, at.size):
-            part0, part1 = digest_step(np.int64(at[i]) + shift, old[i], new[i], seed)
-            lane0 += part0
-            lane1 += part1
         done = stop
+    return lane0, lane1
+
+
+@kernel
+def digest_list(positions: Any, shift: int, olds: Bits, news: Bits, seed: Seed) -> Any:
+    """Sum of (new - old) * R over changes of the elements positions + shift of one tensor."""
+    if positions.size == 0:
+        return np.uint64(0), np.uint64(0)
+    vectors = positions.size // LANES
+    at = np.uint64(positions.ctypes.data)
+    old, new = np.uint64(olds.ctypes.data), np.uint64(news.ctypes.data)
+    if seed[2] == MIX_2:
+        lane0, lane1 = weigh_changes(
+            at, old, new, vectors, shift, seed[0], seed[1], SHARED, positions[0], olds[0]
+        )
+    else:
+        lane0, lane1 = weigh_changes(
+            at, old, new, vectors, shift, seed[0], seed[1], OWN, positions[0], olds[0]
+        )
+    for i in range(vectors * LANES, positions.size):
+        index = np.int64(positions[i]) + shift
+        part0, part1 = digest_step(index, olds[i], news[i], seed)
+        lane0 += part0
+        lane1 += part1
     return lane0, lane1
 
 

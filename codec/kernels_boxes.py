@@ -20,13 +20,14 @@ from .kernels import (
     Positions,
     Seed,
     Words,
+    digest_list,
     digest_word,
     fetch,
     mark_run,
     read_marked,
     weigh,
 )
-from .kernels_find import compare_run
+from .kernels_find import compare_run, keep_marked
 
 LONG_RUN_BYTES: Final = 4096
 """Runs from here on are compared one by one; shorter ones lose more at their ends than the loop over groups gains."""
@@ -119,36 +120,50 @@ def compare_box(
     old: np.uint64, new: np.uint64, begin: int, length: int, run: int, stride: int,
     seed: Seed, spare: Words, positions: Positions, olds: Bits, news: Bits, tag: Any,
 ) -> Any:  # fmt: skip
-    """(number of changes, lane 0, lane 1): all changes of a box and the digest of its new bits.
+    """All changes of a box: how many, and both pairs of lanes, as `kernels_find.compare_run` returns them.
 
     Both sides lie side by side. spare: uint64 [LANES]. positions (relative to the box), olds and news must hold
     `length` + `GROUP` entries.
     """
     work = np.uint64(spare.ctypes.data)
     if run * width(tag) < LONG_RUN_BYTES:
-        return compare_blocks(old, new, begin, length, run, stride, seed, work, positions, olds, news, tag)
-    lane0, lane1, found, place, each = np.uint64(0), np.uint64(0), 0, begin, 8 // width(tag)
+        found, lane0, lane1 = compare_blocks(
+            old, new, begin, length, run, stride, seed, work, positions, olds, news, tag
+        )
+        places = positions[:found].astype(np.int64)
+        spread(places, begin, run, stride)
+        moved0, moved1 = digest_list(places, 0, olds[:found], news[:found], seed)
+        return found, lane0, lane1, moved0, moved1
+    lane0, lane1, moved0, moved1 = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
+    found, place, each = 0, begin, 8 // width(tag)
     for at in range(0, length, run):
         head = -place % each
         rest = (run - head) % GROUP
-        middle, end = at + head, at + run - rest
-        a, b = old + np.uint64(at * width(tag)), new + np.uint64(at * width(tag))
-        found, part0, part1 = compare_edge(
-            a, b, place, head, at, seed, work, positions, olds, news, found, tag
-        )
-        lane0, lane1 = lane0 + part0, lane1 + part1
-        a, b = old + np.uint64(middle * width(tag)), new + np.uint64(middle * width(tag))
-        found, part0, part1 = compare_run(
-            a, b, place + head, end - middle, middle, seed, positions, olds, news, found, tag
-        )
-        lane0, lane1 = lane0 + part0, lane1 + part1
-        a, b = old + np.uint64(end * width(tag)), new + np.uint64(end * width(tag))
-        found, part0, part1 = compare_edge(
-            a, b, place + run - rest, rest, end, seed, work, positions, olds, news, found, tag
-        )
-        lane0, lane1 = lane0 + part0, lane1 + part1
+        for first, last in ((0, head), (head, run - rest), (run - rest, run)):
+            a, b = old + np.uint64((at + first) * width(tag)), new + np.uint64((at + first) * width(tag))
+            if last - first < GROUP:
+                found, part0, part1, step0, step1 = compare_edge(
+                    a,
+                    b,
+                    place + first,
+                    last - first,
+                    at + first,
+                    seed,
+                    work,
+                    positions,
+                    olds,
+                    news,
+                    found,
+                    tag,
+                )
+            else:
+                found, part0, part1, step0, step1 = compare_run(
+                    a, b, place + first, last - first, at + first, seed, positions, olds, news, found, tag
+                )
+            lane0, lane1 = lane0 + part0, lane1 + part1
+            moved0, moved1 = moved0 + step0, moved1 + step1
         place += stride
-    return found, lane0, lane1
+    return found, lane0, lane1, moved0, moved1
 
 
 @kernel
@@ -159,7 +174,10 @@ def compare_edge(
     """As `kernels_find.compare_run`, for what is no whole group."""
     lane0, lane1 = digest_piece(new, index, count, seed, spare, tag)
     marked = mark_run(old, new, count, relative, positions, found, tag)
-    return read_marked(old, new, relative, positions, olds, news, found, marked, tag), lane0, lane1
+    found, moved0, moved1 = keep_marked(
+        old, new, relative, index, seed, positions, olds, news, found, marked, tag
+    )
+    return found, lane0, lane1, moved0, moved1
 
 
 @kernel
@@ -168,7 +186,7 @@ def compare_blocks(
     seed: Seed, spare: np.uint64,
     positions: Positions, olds: Bits, news: Bits, tag: Any,
 ) -> Any:  # fmt: skip
-    """The same for short runs, many of which are compared at once."""
+    """(number of changes, lane 0, lane 1 of the new bits) for short runs, many of which are compared at once."""
     lane0, lane1, found, at = np.uint64(0), np.uint64(0), 0, 0
     while at < length:
         count = min(BLOCK_BYTES // width(tag), length - at)
@@ -187,7 +205,7 @@ def compare_blocks(
 
 @kernel
 def spread(positions: Ints, start: int, run: int, stride: int) -> None:
-    """Turn ascending positions relative to a box that begins at flat element `start` into flat elements, in place."""
+    """Turn ascending positions relative to a box into elements of what it begins in at element `start`, in place."""
     first, base = np.int64(0), np.int64(start)  # where the run begins, in the box and in the space
     for i in range(positions.size):
         ahead = positions[i] - first

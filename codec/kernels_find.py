@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from .jit import GOLDEN, GROUP, OWN, SHARED, kernel, trailing_zeros, width
-from .jit_changes import take_groups
+from .jit_changes import read_changes, take_groups
 from .jit_find import COMPRESSES, compare_groups, note_groups
 from .kernels import (
     MIX_2,
@@ -20,7 +20,7 @@ from .kernels import (
     Positions,
     Seed,
     Words,
-    digest_change,
+    digest_list,
     digest_run,
     mark_run,
     read_marked,
@@ -108,62 +108,88 @@ def take(
 
 
 @kernel
+def keep_marked(
+    old: np.uint64, new: np.uint64, relative: int, index: int, seed: Seed,
+    positions: Positions, olds: Bits, news: Bits, kept: int, found: int, tag: Any,
+) -> Any:  # fmt: skip
+    """(their end, lane 0, lane 1): as `read_marked`, and the sum of (new - old) * R over what is kept.
+
+    The element at position p is element p - relative + index of its tensor. Up to `LANES` entries more are overwritten.
+    """
+    if kept == found:
+        return kept, np.uint64(0), np.uint64(0)
+    if COMPRESSES and (old | new) % np.uint64(width(tag)) == 0:
+        at, skipped = np.uint64(positions.ctypes.data) + np.uint64(4 * kept), np.uint64(width(tag) * kept)
+        out0, out1 = np.uint64(olds.ctypes.data) + skipped, np.uint64(news.ctypes.data) + skipped
+        if seed[2] == MIX_2:
+            more, lane0, lane1 = read_changes(
+                old, new, at, out0, out1, found - kept, relative, index, seed[0], seed[1], SHARED, tag
+            )
+        else:
+            more, lane0, lane1 = read_changes(
+                old, new, at, out0, out1, found - kept, relative, index, seed[0], seed[1], OWN, tag
+            )
+        return kept + more, lane0, lane1
+    end = read_marked(old, new, relative, positions, olds, news, kept, found, tag)
+    lane0, lane1 = digest_list(positions[kept:end], index - relative, olds[kept:end], news[kept:end], seed)
+    return end, lane0, lane1
+
+
+@kernel
 def compare_run(
     old: np.uint64, new: np.uint64, index: int, count: int, relative: int, seed: Seed,
     positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
 ) -> Any:  # fmt: skip
-    """(found, lane 0, lane 1): append the changes of a run to positions, olds and news; the digest of its new bits.
+    """Append the changes of a run to positions, olds and news: (found, lane 0, lane 1 of its new bits, the same of what
+    the changes move the digest by).
 
     The first element is element `index` of its tensor, and `relative` in positions. There are at most as many entries
     as elements, whatever the two sides do meanwhile; up to `GROUP` more are overwritten.
     """
     each = 8 // width(tag)
     head = min(count, -index % each)
-    lane0, lane1 = digest_run(new, index, head, seed, tag)
-    marked = mark_run(old, new, head, relative, positions, found, tag)
-    found = read_marked(old, new, relative, positions, olds, news, found, marked, tag)
     end = head + (count - head) // GROUP * GROUP
+    found, lane0, lane1, moved0, moved1 = compare_few(
+        old, new, index, head, relative, seed, positions, olds, news, found, tag
+    )
     for block in range(head, end, BLOCK_GROUPS * GROUP):
         groups = min(BLOCK_GROUPS, (end - block) // GROUP)
-        a, b = old + np.uint64(block * width(tag)), new + np.uint64(block * width(tag))
+        shift = np.uint64(block * width(tag))
         marked, part0, part1 = note(
-            a, b, groups, seed, (index + block) // each, np.uint32(relative + block), positions, found, tag
-        )
+            old + shift, new + shift, groups, seed, (index + block) // each, np.uint32(relative + block),
+            positions, found, tag,
+        )  # fmt: skip
         lane0, lane1 = lane0 + part0, lane1 + part1
         if COMPRESSES and marked - found > groups * MANY:
-            found += take(a, b, groups, relative + block, positions[found:], olds[found:], news[found:], tag)
+            at, a, b = positions[found:], olds[found:], news[found:]
+            more = take(old + shift, new + shift, groups, relative + block, at, a, b, tag)
+            part0, part1 = digest_list(at[:more], index - relative, a[:more], b[:more], seed)
+            found += more
         else:
-            found = read_marked(old, new, relative, positions, olds, news, found, marked, tag)
+            found, part0, part1 = keep_marked(
+                old, new, relative, index, seed, positions, olds, news, found, marked, tag
+            )
+        moved0, moved1 = moved0 + part0, moved1 + part1
     shift = np.uint64(end * width(tag))
-    part0, part1 = digest_run(new + shift, index + end, count - end, seed, tag)
-    marked = mark_run(old + shift, new + shift, count - end, relative + end, positions, found, tag)
-    found = read_marked(old + shift, new + shift, relative + end, positions, olds, news, found, marked, tag)
-    return found, lane0 + part0, lane1 + part1
+    found, part0, part1, step0, step1 = compare_few(
+        old + shift, new + shift, index + end, count - end, relative + end, seed,
+        positions, olds, news, found, tag,
+    )  # fmt: skip
+    return found, lane0 + part0, lane1 + part1, moved0 + step0, moved1 + step1
 
 
 @kernel
-def compare_interval(
-    old: Words, new: Words, starts: Ints, seeds: Words, first: int, start: int, length: int,
-    positions: Positions, olds: Bits, news: Bits, tag: Any,
+def compare_few(
+    old: np.uint64, new: np.uint64, index: int, count: int, relative: int, seed: Seed,
+    positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
 ) -> Any:  # fmt: skip
-    """(number of changes, lane 0, lane 1): all changes of an interval and the digest of its new bits.
-
-    positions (relative), olds and news must hold `length` + `GROUP` entries.
-    """
-    lane0, lane1, found = np.uint64(0), np.uint64(0), 0
-    tensor, at, stop = first, start, start + length
-    while at < stop:
-        end, index = min(starts[tensor + 1], stop), at - starts[tensor]
-        shift = np.uint64(index * width(tag))
-        found, part0, part1 = compare_run(
-            old[tensor] + shift, new[tensor] + shift, index, end - at, at - start, seed_of(seeds, tensor),
-            positions, olds, news, found, tag,
-        )  # fmt: skip
-        lane0 += part0
-        lane1 += part1
-        at = end
-        tensor += 1
-    return found, lane0, lane1
+    """As `compare_run`, of the few elements that are no whole group."""
+    lane0, lane1 = digest_run(new, index, count, seed, tag)
+    marked = mark_run(old, new, count, relative, positions, found, tag)
+    found, moved0, moved1 = keep_marked(
+        old, new, relative, index, seed, positions, olds, news, found, marked, tag
+    )
+    return found, lane0, lane1, moved0, moved1
 
 
 @kernel
@@ -171,9 +197,21 @@ def find_interval(
     old: Words, new: Words, starts: Ints, seeds: Words, first: int, start: int, length: int,
     positions: Positions, olds: Bits, news: Bits, tag: Any,
 ) -> Any:  # fmt: skip
-    """As `compare_interval`, and both lanes of what the changes move the digest by."""
-    found, lane0, lane1 = compare_interval(
-        old, new, starts, seeds, first, start, length, positions, olds, news, tag
-    )
-    moved0, moved1 = digest_change(starts, seeds, first, positions, start, olds, news, found)
+    """All changes of an interval: how many, and both pairs of lanes, as `compare_run` returns them.
+
+    positions (relative), olds and news must hold `length` + `GROUP` entries.
+    """
+    lane0, lane1, moved0, moved1 = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
+    tensor, at, stop, found = first, start, start + length, 0
+    while at < stop:
+        end, index = min(starts[tensor + 1], stop), at - starts[tensor]
+        shift = np.uint64(index * width(tag))
+        found, part0, part1, step0, step1 = compare_run(
+            old[tensor] + shift, new[tensor] + shift, index, end - at, at - start, seed_of(seeds, tensor),
+            positions, olds, news, found, tag,
+        )  # fmt: skip
+        lane0, lane1 = lane0 + part0, lane1 + part1
+        moved0, moved1 = moved0 + step0, moved1 + step1
+        at = end
+        tensor += 1
     return found, lane0, lane1, moved0, moved1

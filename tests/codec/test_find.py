@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.codec import Interval, Room, code, encode, find, kernels, kernels_find, reference
 from weightcast.codec.digest import digest
-from weightcast.codec.jit import GROUP, OWN, SHARED, TAGS
+from weightcast.codec.jit import GROUP, LANES, OWN, SHARED, TAGS
 from weightcast.codec.jit_find import COMPRESSES
+from weightcast.codec.memory import UNSIGNED
 from weightcast.schemas.digest import Digest
 from weightcast.schemas.errors import UsageError
+from weightcast.schemas.layout import TensorSpec
 
-from .states import change, examples, memory_of, random_bits, space_of
+from .states import DTYPES, change, examples, memory_of, random_bits, space_of
 
 SEEDS = st.integers(0, 2**32 - 1)
 WIDTHS = st.sampled_from([1, 2, 4, 8])
@@ -115,6 +120,50 @@ def test_changes_close_together_are_all_found_and_nothing_is_written_behind_them
     for written, expected in ((positions, at), (olds, old[at]), (news, new[at])):
         assert np.array_equal(written[:found], expected)
         assert np.all(written[entries:] == 77)
+
+
+def guarded(width: int, count: int, lead: int) -> npt.NDArray[Any]:
+    """Zeros [count] that end `lead` bytes before memory that nobody may read."""
+    nbytes, page = count * width + lead, mmap.PAGESIZE
+    pages = -(-nbytes // page)
+    mapped = np.frombuffer(mmap.mmap(-1, (pages + 1) * page), np.uint8)
+    guard = ctypes.c_void_p(mapped.ctypes.data + pages * page)
+    assert ctypes.CDLL(None).mprotect(guard, ctypes.c_size_t(page), 0) == 0
+    return mapped[pages * page - nbytes : pages * page - lead].view(UNSIGNED[width])
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("mix", [1, 2])
+@pytest.mark.parametrize("lead", [0, 1, 2, 3])
+@pytest.mark.parametrize("equal", [0.0, 0.2, 1.0])
+def test_of_what_was_marked_only_what_still_differs_is_kept(
+    width: int, mix: int, lead: int, equal: float, rng: np.random.Generator
+) -> None:
+    """Sides may be written between a first look and a second; may end anywhere, at memory's end, too."""
+    relative, index, filled, spec = 1000, 12345, 3, TensorSpec("t", DTYPES[width], (20_000,))
+    seeds = [*map(np.uint64, reference.seeds(spec)), np.uint64(mix)]
+    for marked in (0, 1, 7, 8, 9, 41, 64):
+        old, new = guarded(width, 300, lead), guarded(width, 300, lead)
+        old[:] = random_bits(width, 300, rng)
+        new[:] = old
+        at = np.sort(rng.choice(299, max(marked - 1, 0), replace=False))
+        at = np.append(at, 299)[-marked:] if marked else at  # the last element of all is among them
+        kept = at[rng.random(len(at)) >= equal]
+        new[kept] ^= np.array(1 << (8 * width - 1) | 1, new.dtype)
+        positions = np.full(filled + marked + 2 * LANES, 7, np.uint32)
+        olds, news = (np.full(len(positions), 7, old.dtype) for _ in range(2))
+        positions[filled : filled + marked] = relative + at
+        end, *moved = kernels_find.keep_marked(
+            np.uint64(old.ctypes.data), np.uint64(new.ctypes.data), relative, index, tuple(seeds),
+            positions, olds, news, filled, filled + marked, TAGS[width],
+        )  # fmt: skip
+        assert end == filled + len(kept)
+        for found, expected in ((positions, relative + kept), (olds, old[kept]), (news, new[kept])):
+            assert np.array_equal(found[filled:end], expected)
+            assert np.all(found[:filled] == 7)
+            assert np.all(found[filled + marked + LANES :] == 7)
+        sides = [reference.digest(spec, side.tolist(), index, mix) for side in (new, old)]
+        assert Digest(*map(int, moved)) == sides[0] - sides[1]
 
 
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 1.0])

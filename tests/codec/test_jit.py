@@ -21,7 +21,7 @@ def test_import_compiles_nothing_and_needs_no_torch() -> None:
     code = (
         "import sys, weightcast.codec.kernels_find as k, weightcast.codec as c\n"
         "assert 'torch' not in sys.modules\n"
-        "print(len(k.compare_interval.signatures))"
+        "print(len(k.find_interval.signatures))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0"
