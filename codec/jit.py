@@ -33,6 +33,9 @@ GROUP: Final = 64
 LANES: Final = 8
 """Words that `weigh_words` handles in one vector: one AVX-512 register, or two of AVX2."""
 
+LINE_BYTES: Final = 64
+"""Bytes of a cache line."""
+
 GOLDEN: Final = 0x9E3779B97F4A7C15
 MIX1: Final = 0xBF58476D1CE4E5B9
 MIX2: Final = 0x94D049BB133111EB
@@ -257,10 +260,10 @@ def is_own(mix: Any) -> bool:
 
 
 def emit_sum(builder: Any, vector: Any) -> Any:
-    total = builder.extract_element(vector, ir.IntType(32)(0))
-    for i in range(1, LANES):
-        total = builder.add(total, builder.extract_element(vector, ir.IntType(32)(i)))
-    return total
+    kind = vector.type
+    name = f"llvm.vector.reduce.add.v{kind.count}i{kind.element.width}"
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind.element, [kind]), name)
+    return builder.call(function, [vector])
 
 
 @intrinsic

@@ -19,7 +19,9 @@ from .jit import (
     GROUP,
     I64,
     LANES,
+    LINE_BYTES,
     emit_broadcast,
+    emit_prefetch,
     emit_splat,
     emit_sum,
     emit_weighed,
@@ -160,23 +162,25 @@ def read_changes(
     count: Any,
     relative: Any,
     index: Any,
+    ahead: Any,
     seed0: Any,
     seed1: Any,
     mix: Any,
     tag: Any,
 ) -> Any:
-    """read_changes(old, new, positions, olds, news: uint64, count, relative, index: int64, seed0, seed1: uint64, mix,
-    tag) -> (int64, uint64, uint64).
+    """read_changes(old, new, positions, olds, news: uint64, count, relative, index, ahead: int64, seed0, seed1: uint64,
+    mix, tag) -> (int64, uint64, uint64).
 
     Of `count` entries at the address `positions` (uint32), keeps those whose elements differ, together, and writes what
     these are on either side to `olds` and `news`; returns how many, and the sum of (new - old) * R. The element at
     position p is element p - relative of both sides, less than 2^28 bytes on, and element p - relative + index of its
-    tensor. Entries behind those kept, up to the next multiple of `LANES`, are overwritten. mix: as for `weigh_words`.
-    Both sides must be aligned to their elements. Needs `COMPRESSES`.
+    tensor. Entries behind those kept, up to the next multiple of `LANES`, are overwritten. For every `LANES` entries
+    one more line of both sides is fetched, from `ahead` bytes on. mix: as for `weigh_words`. Both sides must be aligned
+    to their elements. Needs `COMPRESSES`.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        old, new, positions, olds, news, count, relative, index, seed0, seed1 = args[:10]
+        old, new, positions, olds, news, count, relative, index, ahead, seed0, seed1 = args[:11]
         element, nbytes = ir.IntType(tag.bitwidth), tag.bitwidth // 8
         vector, words = ir.VectorType(I64, LANES), ir.VectorType(ir.IntType(32), LANES)
         kept = cgutils.alloca_once_value(builder, I64(0))
@@ -194,6 +198,9 @@ def read_changes(
             here = builder.load(pointer_of(builder, at, words), align=1)
             number = builder.sub(here, back)
             sides = [emit_elements(builder, side, number, active, element) for side in (old, new)]
+            line = builder.add(ahead, builder.mul(first, I64(LINE_BYTES // LANES)))
+            for side in (old, new):
+                emit_prefetch(builder, builder.add(side, line))
             marks = builder.icmp_unsigned("!=", *sides)  # not where inactive: 0 on both sides
             bits = builder.bitcast(marks, ir.IntType(LANES))
             end = builder.load(kept)
@@ -220,7 +227,7 @@ def read_changes(
 
     u64, i64 = types.uint64, types.int64
     returned = types.Tuple([i64, u64, u64])
-    return returned(u64, u64, u64, u64, u64, i64, i64, i64, u64, u64, mix, tag), codegen
+    return returned(u64, u64, u64, u64, u64, i64, i64, i64, i64, u64, u64, mix, tag), codegen
 
 
 def emit_put(builder: Any, outs: Sequence[Any], contents: Sequence[Any], element: ir.IntType) -> None:

@@ -17,6 +17,7 @@ from .jit import (
     GOLDEN,
     GROUP,
     LANES,
+    LINE_BYTES,
     LOW,
     MIX1,
     MIX2,
@@ -42,9 +43,6 @@ AHEAD_BYTES: Final = 2048
 
 FETCHED: Final = 32
 """Elements that `gather`, `scatter` and `put` have fetched ahead of the one they work on."""
-
-LINE_BYTES: Final = 64
-"""Bytes of a cache line."""
 
 MIX_2: Final = np.uint64(2)
 """In a seed: weights are those of `mix_2` (docs/format.md, state digest). Else of `mix_1`."""

@@ -175,7 +175,7 @@ def compare_edge(
     lane0, lane1 = digest_piece(new, index, count, seed, spare, tag)
     marked = mark_run(old, new, count, relative, positions, found, tag)
     found, moved0, moved1 = keep_marked(
-        old, new, relative, index, seed, positions, olds, news, found, marked, tag
+        old, new, relative, index, seed, positions, olds, news, found, marked, 0, tag
     )
     return found, lane0, lane1, moved0, moved1
 

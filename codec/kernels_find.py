@@ -1,7 +1,8 @@
 """The loop that finds changes: compare, digest and note, group by group, while memory further on is fetched.
 
 A group is compared, weighed and noted in one go, since each leaves units of the processor idle that the others need:
-the digest is bound by its multiplications, comparing by memory, and noting by neither. Bits are read after each block.
+the digest is bound by its multiplications, comparing by memory, and noting by neither. Changes are read and weighed
+after each block, while it is near.
 """
 
 from __future__ import annotations
@@ -110,11 +111,13 @@ def take(
 @kernel
 def keep_marked(
     old: np.uint64, new: np.uint64, relative: int, index: int, seed: Seed,
-    positions: Positions, olds: Bits, news: Bits, kept: int, found: int, tag: Any,
+    positions: Positions, olds: Bits, news: Bits, kept: int, found: int, ahead: int, tag: Any,
 ) -> Any:  # fmt: skip
     """(their end, lane 0, lane 1): as `read_marked`, and the sum of (new - old) * R over what is kept.
 
     The element at position p is element p - relative + index of its tensor. Up to `LANES` entries more are overwritten.
+    What both sides have from `ahead` bytes on is fetched meanwhile: memory that waits for changes to be read has not
+    been fetched when they have been.
     """
     if kept == found:
         return kept, np.uint64(0), np.uint64(0)
@@ -123,11 +126,11 @@ def keep_marked(
         out0, out1 = np.uint64(olds.ctypes.data) + skipped, np.uint64(news.ctypes.data) + skipped
         if seed[2] == MIX_2:
             more, lane0, lane1 = read_changes(
-                old, new, at, out0, out1, found - kept, relative, index, seed[0], seed[1], SHARED, tag
+                old, new, at, out0, out1, found - kept, relative, index, ahead, seed[0], seed[1], SHARED, tag
             )
         else:
             more, lane0, lane1 = read_changes(
-                old, new, at, out0, out1, found - kept, relative, index, seed[0], seed[1], OWN, tag
+                old, new, at, out0, out1, found - kept, relative, index, ahead, seed[0], seed[1], OWN, tag
             )
         return kept + more, lane0, lane1
     end = read_marked(old, new, relative, positions, olds, news, kept, found, tag)
@@ -166,8 +169,9 @@ def compare_run(
             part0, part1 = digest_list(at[:more], index - relative, a[:more], b[:more], seed)
             found += more
         else:
+            ahead = (block + groups * GROUP) * width(tag) + AHEAD_BYTES  # where the loop over groups left off
             found, part0, part1 = keep_marked(
-                old, new, relative, index, seed, positions, olds, news, found, marked, tag
+                old, new, relative, index, seed, positions, olds, news, found, marked, ahead, tag
             )
         moved0, moved1 = moved0 + part0, moved1 + part1
     shift = np.uint64(end * width(tag))
@@ -187,7 +191,7 @@ def compare_few(
     lane0, lane1 = digest_run(new, index, count, seed, tag)
     marked = mark_run(old, new, count, relative, positions, found, tag)
     found, moved0, moved1 = keep_marked(
-        old, new, relative, index, seed, positions, olds, news, found, marked, tag
+        old, new, relative, index, seed, positions, olds, news, found, marked, 0, tag
     )
     return found, lane0, lane1, moved0, moved1
 

@@ -155,7 +155,7 @@ def test_of_what_was_marked_only_what_still_differs_is_kept(
         positions[filled : filled + marked] = relative + at
         end, *moved = kernels_find.keep_marked(
             np.uint64(old.ctypes.data), np.uint64(new.ctypes.data), relative, index, tuple(seeds),
-            positions, olds, news, filled, filled + marked, TAGS[width],
+            positions, olds, news, filled, filled + marked, 0, TAGS[width],
         )  # fmt: skip
         assert end == filled + len(kept)
         for found, expected in ((positions, relative + kept), (olds, old[kept]), (news, new[kept])):
