@@ -20,9 +20,9 @@ from weightcast.schemas.shard import Coding, Row
 
 from .states import Bits, change, memory_of, random_bits, space_of
 
-WAYS: Final[dict[str, Callable[..., Any]]] = {"blocks": kernels_apply.change_by_blocks} | (
-    {"vectors": kernels_apply.change_by_vectors} if COMPRESSES else {}
-)
+WAYS: Final[dict[str, Callable[..., Any]]] = {
+    "blocks": kernels_apply.change_by_blocks, "whichever": kernels_apply.change_row
+} | ({"vectors": kernels_apply.change_by_vectors} if COMPRESSES else {})  # fmt: skip
 EACH = pytest.mark.parametrize("way", WAYS)
 SIZES: Final = [3, 7, 20_000, 1, 5000, 64]
 """Of tensors: some without a whole vector of changes, one with more changes than a stretch has."""
