@@ -228,13 +228,8 @@ def digest_change(
         while np.int64(positions[done]) + start >= starts[tensor + 1]:
             tensor += 1
         stop = part_below(positions, done, count, starts[tensor + 1] - start)
-        part0, part1 = digest_list(
-            positions[done:stop],
-            start - starts[tensor],
-            olds[done:stop],
-            news[done:stop],
-            seed_of(seeds, tensor),
-        )
+        at, old, new = positions[done:stop], olds[done:stop], news[done:stop]
+        part0, part1 = digest_list(at, start - starts[tensor], old, new, seed_of(seeds, tensor))
         lane0 += part0
         lane1 += part1
         done = stop
@@ -247,16 +242,12 @@ def digest_list(positions: Any, shift: int, olds: Bits, news: Bits, seed: Seed) 
     if positions.size == 0:
         return np.uint64(0), np.uint64(0)
     vectors = positions.size // LANES
-    at = np.uint64(positions.ctypes.data)
-    old, new = np.uint64(olds.ctypes.data), np.uint64(news.ctypes.data)
+    a, b, c = np.uint64(positions.ctypes.data), np.uint64(olds.ctypes.data), np.uint64(news.ctypes.data)
+    position, element = positions[0], olds[0]
     if seed[2] == MIX_2:
-        lane0, lane1 = weigh_changes(
-            at, old, new, vectors, shift, seed[0], seed[1], SHARED, positions[0], olds[0]
-        )
+        lane0, lane1 = weigh_changes(a, b, c, vectors, shift, seed[0], seed[1], SHARED, position, element)
     else:
-        lane0, lane1 = weigh_changes(
-            at, old, new, vectors, shift, seed[0], seed[1], OWN, positions[0], olds[0]
-        )
+        lane0, lane1 = weigh_changes(a, b, c, vectors, shift, seed[0], seed[1], OWN, position, element)
     for i in range(vectors * LANES, positions.size):
         index = np.int64(positions[i]) + shift
         part0, part1 = digest_step(index, olds[i], news[i], seed)

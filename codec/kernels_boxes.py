@@ -140,25 +140,15 @@ def compare_box(
         head = -place % each
         rest = (run - head) % GROUP
         for first, last in ((0, head), (head, run - rest), (run - rest, run)):
-            a, b = old + np.uint64((at + first) * width(tag)), new + np.uint64((at + first) * width(tag))
-            if last - first < GROUP:
+            count, skipped = last - first, np.uint64((at + first) * width(tag))
+            a, b, index, relative = old + skipped, new + skipped, place + first, at + first
+            if count < GROUP:
                 found, part0, part1, step0, step1 = compare_edge(
-                    a,
-                    b,
-                    place + first,
-                    last - first,
-                    at + first,
-                    seed,
-                    work,
-                    positions,
-                    olds,
-                    news,
-                    found,
-                    tag,
+                    a, b, index, count, relative, seed, work, positions, olds, news, found, tag
                 )
             else:
                 found, part0, part1, step0, step1 = compare_run(
-                    a, b, place + first, last - first, at + first, seed, positions, olds, news, found, tag
+                    a, b, index, count, relative, seed, positions, olds, news, found, tag
                 )
             lane0, lane1 = lane0 + part0, lane1 + part1
             moved0, moved1 = moved0 + step0, moved1 + step1
