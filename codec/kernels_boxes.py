@@ -27,7 +27,7 @@ from .kernels import (
     read_marked,
     weigh,
 )
-from .kernels_find import compare_run, keep_marked
+from .kernels_find import compare_run, find_few
 
 LONG_RUN_BYTES: Final = 4096
 """Runs from here on are compared one by one; shorter ones lose more at their ends than the loop over groups gains."""
@@ -143,8 +143,9 @@ def compare_box(
             count, skipped = last - first, np.uint64((at + first) * width(tag))
             a, b, index, relative = old + skipped, new + skipped, place + first, at + first
             if count < GROUP:
-                found, part0, part1, step0, step1 = compare_edge(
-                    a, b, index, count, relative, seed, work, positions, olds, news, found, tag
+                part0, part1 = digest_piece(b, index, count, seed, work, tag)
+                found, step0, step1 = find_few(
+                    a, b, index, count, relative, seed, positions, olds, news, found, tag
                 )
             else:
                 found, part0, part1, step0, step1 = compare_run(
@@ -153,20 +154,6 @@ def compare_box(
             lane0, lane1 = lane0 + part0, lane1 + part1
             moved0, moved1 = moved0 + step0, moved1 + step1
         place += stride
-    return found, lane0, lane1, moved0, moved1
-
-
-@kernel
-def compare_edge(
-    old: np.uint64, new: np.uint64, index: int, count: int, relative: int, seed: Seed,
-    spare: np.uint64, positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
-) -> Any:  # fmt: skip
-    """As `kernels_find.compare_run`, for what is no whole group."""
-    lane0, lane1 = digest_piece(new, index, count, seed, spare, tag)
-    marked = mark_run(old, new, count, relative, positions, found, tag)
-    found, moved0, moved1 = keep_marked(
-        old, new, relative, index, seed, positions, olds, news, found, marked, 0, tag
-    )
     return found, lane0, lane1, moved0, moved1
 
 

@@ -92,50 +92,79 @@ def note(
 
 @kernel
 def take(
-    old: np.uint64,
-    new: np.uint64,
-    groups: int,
-    relative: int,
-    positions: Positions,
-    olds: Bits,
-    news: Bits,
-    tag: Any,
-) -> Any:
-    """Write the changes of groups, as both sides are now, to the start of the outputs; how many there are."""
-    return take_groups(
+    old: np.uint64, new: np.uint64, groups: int, relative: int, shift: int, seed: Seed,
+    positions: Positions, olds: Bits, news: Bits, tag: Any,
+) -> Any:  # fmt: skip
+    """Write the changes of groups, as both sides are now, to the start of the outputs: (how many there are, lane 0,
+    lane 1 of what they move the digest by). The element at position p is element p + shift of its tensor.
+    """
+    found = take_groups(
         old, new, groups, np.uint32(relative),
         np.uint64(positions.ctypes.data), np.uint64(olds.ctypes.data), np.uint64(news.ctypes.data), tag,
     )  # fmt: skip
+    lane0, lane1 = digest_list(positions[:found], shift, olds[:found], news[:found], seed)
+    return found, lane0, lane1
+
+
+@kernel
+def keep_by_vectors(
+    old: np.uint64, new: np.uint64, relative: int, index: int, seed: Seed,
+    positions: np.uint64, olds: np.uint64, news: np.uint64, kept: int, found: int, ahead: int, tag: Any,
+) -> Any:  # fmt: skip
+    """`keep_marked` where the machine can and both sides are aligned; positions, olds and news by their addresses.
+
+    What both sides have from `ahead` bytes on is fetched meanwhile: memory that waits for changes to be read has not
+    been fetched when they have been. Up to `LANES` entries more are overwritten.
+    """
+    count, entries = found - kept, np.uint64(kept)
+    at, size = positions + np.uint64(4) * entries, np.uint64(width(tag)) * entries
+    if seed[2] == MIX_2:
+        more, lane0, lane1 = read_changes(
+            old,
+            new,
+            at,
+            olds + size,
+            news + size,
+            count,
+            relative,
+            index,
+            ahead,
+            seed[0],
+            seed[1],
+            SHARED,
+            tag,
+        )
+    else:
+        more, lane0, lane1 = read_changes(
+            old, new, at, olds + size, news + size, count, relative, index, ahead, seed[0], seed[1], OWN, tag
+        )
+    return kept + more, lane0, lane1
 
 
 @kernel
 def keep_marked(
     old: np.uint64, new: np.uint64, relative: int, index: int, seed: Seed,
-    positions: Positions, olds: Bits, news: Bits, kept: int, found: int, ahead: int, tag: Any,
+    positions: Positions, olds: Bits, news: Bits, kept: int, found: int, tag: Any,
 ) -> Any:  # fmt: skip
     """(their end, lane 0, lane 1): as `read_marked`, and the sum of (new - old) * R over what is kept.
 
-    The element at position p is element p - relative + index of its tensor. Up to `LANES` entries more are overwritten.
-    What both sides have from `ahead` bytes on is fetched meanwhile: memory that waits for changes to be read has not
-    been fetched when they have been.
+    The element at position p is element p - relative + index of its tensor.
     """
-    if kept == found:
-        return kept, np.uint64(0), np.uint64(0)
-    if COMPRESSES and (old | new) % np.uint64(width(tag)) == 0:
-        at, skipped = np.uint64(positions.ctypes.data) + np.uint64(4 * kept), np.uint64(width(tag) * kept)
-        out0, out1 = np.uint64(olds.ctypes.data) + skipped, np.uint64(news.ctypes.data) + skipped
-        if seed[2] == MIX_2:
-            more, lane0, lane1 = read_changes(
-                old, new, at, out0, out1, found - kept, relative, index, ahead, seed[0], seed[1], SHARED, tag
-            )
-        else:
-            more, lane0, lane1 = read_changes(
-                old, new, at, out0, out1, found - kept, relative, index, ahead, seed[0], seed[1], OWN, tag
-            )
-        return kept + more, lane0, lane1
     end = read_marked(old, new, relative, positions, olds, news, kept, found, tag)
     lane0, lane1 = digest_list(positions[kept:end], index - relative, olds[kept:end], news[kept:end], seed)
     return end, lane0, lane1
+
+
+@kernel
+def find_few(
+    old: np.uint64, new: np.uint64, index: int, count: int, relative: int, seed: Seed,
+    positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
+) -> Any:  # fmt: skip
+    """As `compare_run`, of a few elements, maybe none: (found, lane 0, lane 1 of what they move the digest by)."""
+    marked = mark_run(old, new, count, relative, positions, found, tag)
+    if marked == found:
+        return found, np.uint64(0), np.uint64(0)
+    return keep_marked(old, new, relative, index, seed, positions, olds, news, found, marked, tag)
 
 
 @kernel
@@ -152,9 +181,16 @@ def compare_run(
     each = 8 // width(tag)
     head = min(count, -index % each)
     end = head + (count - head) // GROUP * GROUP
-    found, lane0, lane1, moved0, moved1 = compare_few(
-        old, new, index, head, relative, seed, positions, olds, news, found, tag
-    )
+    by_vectors = COMPRESSES and (old | new) % np.uint64(width(tag)) == 0
+    at, to_old, to_new = (
+        np.uint64(positions.ctypes.data), np.uint64(olds.ctypes.data), np.uint64(news.ctypes.data)
+    )  # fmt: skip
+    lane0, lane1, moved0, moved1 = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
+    if head > 0:
+        lane0, lane1 = digest_run(new, index, head, seed, tag)
+        found, moved0, moved1 = find_few(
+            old, new, index, head, relative, seed, positions, olds, news, found, tag
+        )
     for block in range(head, end, BLOCK_GROUPS * GROUP):
         groups = min(BLOCK_GROUPS, (end - block) // GROUP)
         shift = np.uint64(block * width(tag))
@@ -164,36 +200,30 @@ def compare_run(
         )  # fmt: skip
         lane0, lane1 = lane0 + part0, lane1 + part1
         if COMPRESSES and marked - found > groups * MANY:
-            at, a, b = positions[found:], olds[found:], news[found:]
-            more = take(old + shift, new + shift, groups, relative + block, at, a, b, tag)
-            part0, part1 = digest_list(at[:more], index - relative, a[:more], b[:more], seed)
+            more, part0, part1 = take(
+                old + shift, new + shift, groups, relative + block, index - relative, seed,
+                positions[found:], olds[found:], news[found:], tag,
+            )  # fmt: skip
             found += more
-        else:
+        elif COMPRESSES and by_vectors:
             ahead = (block + groups * GROUP) * width(tag) + AHEAD_BYTES  # where the loop over groups left off
+            found, part0, part1 = keep_by_vectors(
+                old, new, relative, index, seed, at, to_old, to_new, found, marked, ahead, tag
+            )
+        else:
             found, part0, part1 = keep_marked(
-                old, new, relative, index, seed, positions, olds, news, found, marked, ahead, tag
+                old, new, relative, index, seed, positions, olds, news, found, marked, tag
             )
         moved0, moved1 = moved0 + part0, moved1 + part1
+    if end == count:
+        return found, lane0, lane1, moved0, moved1
     shift = np.uint64(end * width(tag))
-    found, part0, part1, step0, step1 = compare_few(
+    part0, part1 = digest_run(new + shift, index + end, count - end, seed, tag)
+    found, step0, step1 = find_few(
         old + shift, new + shift, index + end, count - end, relative + end, seed,
         positions, olds, news, found, tag,
     )  # fmt: skip
     return found, lane0 + part0, lane1 + part1, moved0 + step0, moved1 + step1
-
-
-@kernel
-def compare_few(
-    old: np.uint64, new: np.uint64, index: int, count: int, relative: int, seed: Seed,
-    positions: Positions, olds: Bits, news: Bits, found: int, tag: Any,
-) -> Any:  # fmt: skip
-    """As `compare_run`, of the few elements that are no whole group."""
-    lane0, lane1 = digest_run(new, index, count, seed, tag)
-    marked = mark_run(old, new, count, relative, positions, found, tag)
-    found, moved0, moved1 = keep_marked(
-        old, new, relative, index, seed, positions, olds, news, found, marked, 0, tag
-    )
-    return found, lane0, lane1, moved0, moved1
 
 
 @kernel
