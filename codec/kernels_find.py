@@ -120,24 +120,14 @@ def keep_by_vectors(
     at, size = positions + np.uint64(4) * entries, np.uint64(width(tag)) * entries
     if seed[2] == MIX_2:
         more, lane0, lane1 = read_changes(
-            old,
-            new,
-            at,
-            olds + size,
-            news + size,
-            count,
-            relative,
-            index,
-            ahead,
-            seed[0],
-            seed[1],
-            SHARED,
-            tag,
-        )
+            old, new, at, olds + size, news + size, count, relative, index, ahead,
+            seed[0], seed[1], SHARED, tag,
+        )  # fmt: skip
     else:
         more, lane0, lane1 = read_changes(
-            old, new, at, olds + size, news + size, count, relative, index, ahead, seed[0], seed[1], OWN, tag
-        )
+            old, new, at, olds + size, news + size, count, relative, index, ahead,
+            seed[0], seed[1], OWN, tag,
+        )  # fmt: skip
     return kept + more, lane0, lane1
 
 
@@ -181,7 +171,7 @@ def compare_run(
     each = 8 // width(tag)
     head = min(count, -index % each)
     end = head + (count - head) // GROUP * GROUP
-    by_vectors = COMPRESSES and (old | new) % np.uint64(width(tag)) == 0
+    aligned = (old | new) % np.uint64(width(tag)) == 0
     at, to_old, to_new = (
         np.uint64(positions.ctypes.data), np.uint64(olds.ctypes.data), np.uint64(news.ctypes.data)
     )  # fmt: skip
@@ -205,7 +195,7 @@ def compare_run(
                 positions[found:], olds[found:], news[found:], tag,
             )  # fmt: skip
             found += more
-        elif COMPRESSES and by_vectors:
+        elif COMPRESSES and aligned:
             ahead = (block + groups * GROUP) * width(tag) + AHEAD_BYTES  # where the loop over groups left off
             found, part0, part1 = keep_by_vectors(
                 old, new, relative, index, seed, at, to_old, to_new, found, marked, ahead, tag
