@@ -32,7 +32,8 @@ from .jit import (
 )
 
 COMPRESSES: Final = COMPILES_FOR_HOST and get_host_cpu_features().get("avx512vbmi2", False)
-"""Whether the machine moves marked bytes of a vector together in one instruction."""
+"""Whether the machine moves marked bytes of a vector together in one instruction. Such a one has all of AVX-512 that is
+used in this package, as gathers."""
 
 NOTED: Final = 16
 """Changes of a group that are noted without a branch: it has hardly ever more."""

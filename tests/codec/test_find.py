@@ -146,17 +146,22 @@ def guarded(width: int, count: int, lead: int) -> npt.NDArray[Any]:
     return mapped[pages * page - nbytes : pages * page - lead].view(UNSIGNED[width])
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("way", "width", "lead"),
+    [
+        (way, width, lead)
+        for way in KEEPS
+        for width in (1, 2, 4, 8)
+        for lead in range(4)
+        if way != "vectors" or lead % width == 0  # which wants both sides aligned
+    ],
+)
 @pytest.mark.parametrize("mix", [1, 2])
-@pytest.mark.parametrize("lead", [0, 1, 2, 3])
 @pytest.mark.parametrize("equal", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize("way", KEEPS)
 def test_of_what_was_marked_only_what_still_differs_is_kept(
-    way: str, width: int, mix: int, lead: int, equal: float, rng: np.random.Generator
+    way: str, width: int, lead: int, mix: int, equal: float, rng: np.random.Generator
 ) -> None:
     """Sides may be written between a first look and a second; may end anywhere, at memory's end, too."""
-    if way == "vectors" and lead % width:
-        return  # neither does compare_run
     relative, index, filled, spec = 1000, 12345, 3, TensorSpec("t", DTYPES[width], (20_000,))
     seeds = [*map(np.uint64, reference.seeds(spec)), np.uint64(mix)]
     for marked in (0, 1, 7, 8, 9, 41, 64):
