@@ -41,6 +41,9 @@ _COMPANIONS: Final = re.compile(
 _UNREADABLE: Final = (".bin", ".pt", ".pth", ".ckpt")
 _NOT_WEIGHTS: Final = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 """What trainers save beside the weights in such formats."""
+_ORDER: Final = "pass the stream first, then the folder of a checkpoint that is written"
+"""What to do about a folder that holds none."""
+
 _STEP: Final = re.compile(r"(?:checkpoint|global_step|step|iter)[-_]([0-9]{1,18})")
 
 
@@ -151,7 +154,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         if not folder.is_dir():
             raise NotFound(
                 f"{folder} is not a folder",
-                hint="pass the stream first, then the folder of a checkpoint that is written",
+                hint=_ORDER,
             )
         paths, index = _weight_files(folder)
         before, aside = _fingerprint(paths, folder), _aside(folder)
@@ -202,7 +205,7 @@ def _no_weights(folder: Path) -> WeightcastError:
             f"{folder} has {other[0]!r} but no safetensors files",
             hint="save with safe_serialization=True; only safetensors is read",
         )
-    return NotFound(f"{folder} has neither {INDEX_NAME} nor {SINGLE_NAME}")
+    return NotFound(f"{folder} has neither {INDEX_NAME} nor {SINGLE_NAME}", hint=_ORDER)
 
 
 def _read_index(path: Path) -> _Index:

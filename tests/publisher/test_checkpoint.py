@@ -213,8 +213,9 @@ def test_b170_pickled_weights_are_refused_unread(tmp_path: Path) -> None:
 def test_what_trainers_keep_beside_the_weights_is_no_refusal(tmp_path: Path) -> None:
     for name in ("optimizer.pt", "scheduler.pt", "training_args.bin", "rng_state_0.pth", "config.json"):
         (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(NotFound, match="neither"):
+    with pytest.raises(NotFound, match="neither") as refused:
         open_checkpoint(tmp_path)
+    assert refused.value.hint == "pass the stream first, then the folder of a checkpoint that is written"
 
 
 @pytest.mark.parametrize(
