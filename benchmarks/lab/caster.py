@@ -12,11 +12,11 @@ from pydantic import BaseModel
 
 from weightcast.manifest.store import Store, open_store
 from weightcast.publisher import Publisher, PublisherSettings
-from weightcast.schemas.names import VERSIONS_PREFIX
 
 from .models import ModelSpec
 from .seaweed import Seaweed, seaweed
 from .side import say
+from .witness import Witness
 
 
 class CasterJob(BaseModel):
@@ -35,28 +35,6 @@ class CasterJob(BaseModel):
     settings: dict[str, Any] = {}
 
 
-class Witness:
-    """Passes everything on to another store, and tells when the create of a version was answered: the commit.
-
-    Whoever waits for `publish()` is told later, once the publisher's own copy has moved on.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.created_at = 0.0
-
-    def create(self, key: str, data: bytes) -> bool:
-        """See Store."""
-        found = self._store.create(key, data)
-        if key.startswith(VERSIONS_PREFIX):
-            self.created_at = time.monotonic()
-            say("created")
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
 def main() -> None:
     """Publish a version at each command, and say when it was committed, by the clock that all processes share."""
     job = CasterJob.model_validate_json(sys.argv[1])
@@ -64,7 +42,7 @@ def main() -> None:
         server = Seaweed(job.root, {}) if job.root else stack.enter_context(seaweed(job.address))
         source = job.model.make()
         model = source.tensors()
-        store = Witness(open_store(server.root))
+        store = Witness(open_store(server.root), lambda: say("created"))
         settings = PublisherSettings(**job.settings)
         publisher = stack.enter_context(Publisher(server.root, settings, store=cast(Store, store)))
         manifest = publisher.publish(model, step=0).wait()
@@ -80,7 +58,8 @@ def main() -> None:
                 version=manifest.version,
                 began=began,
                 returned=returned,
-                at=store.created_at,
+                asked=store.asked_at,
+                at=store.answered_at,
                 bytes=manifest.totals.bytes + len(manifest.encode()),
             )
 

@@ -108,7 +108,7 @@ class _Bench:
         rate, trip = at
         self.receiver.tell(way)
         self.receiver.hear("applied")  # where it is
-        arrived, whole, sizes = [], [], []
+        arrived, whole, created, sizes = [], [], [], []
         taken: dict[str, list[Cores]] = {name: [] for name in self.pids}
         for number_ in range(_WARM + versions):
             time.sleep(_PAUSES[number_ % len(_PAUSES)])
@@ -124,6 +124,7 @@ class _Bench:
             if number_ >= _WARM:
                 arrived.append(applied["at"] - committed["at"])
                 whole.append(applied["at"] - committed["began"])
+                created.append(committed["at"] - committed["asked"])
                 sizes.append(committed["bytes"])
                 for name in self.pids:
                     taken[name].append(after[name] - before[name])
@@ -141,6 +142,7 @@ class _Bench:
             "bound_s": bound,
             "over_bound": median(arrived) / bound,
             "all_s": arrived,
+            "create_s": created,
             "cores": {
                 name: {"used_s": median(c.used_s for c in each), "waited_s": median(c.waited_s for c in each)}
                 for name, each in taken.items()

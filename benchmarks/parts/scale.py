@@ -8,16 +8,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
+from weightcast.manifest.store import Store, open_store
 from weightcast.publisher import Publisher, PublisherSettings
 from weightcast.subscriber import CheckpointFolder, Subscriber, SubscriberSettings, Tensors
 
 from ..lab.models import Flipping, check_same
 from ..lab.seaweed import seaweed, weed_program
+from ..lab.witness import Witness
 from ..part import Options
 from ..report import milliseconds, number
 from ..result import Line, Plot, Ratio, Result, Table
@@ -133,15 +135,20 @@ def _root(options: Options) -> Iterator[str]:
 
 
 def _crowd(root: str, count: int, options: Options) -> dict[str, Any]:
-    """Seconds from a commit to the first and to the last of `count` subscribers, which are threads of this process."""
+    """Seconds to the first and to the last of `count` subscribers, which are threads of this process.
+
+    They count from when the store is asked for the commit: the answer may be here after the first has applied it.
+    """
     source = Flipping(1, _DENSITY, 1 << 17)
     model = source.tensors()
     arrived: list[dict[int, float]] = [{} for _ in range(count)]
     with ExitStack() as stack:
-        publisher = stack.enter_context(Publisher(root, PublisherSettings(snapshot_every=0)))
+        store = Witness(open_store(root))
+        settings = PublisherSettings(snapshot_every=0)
+        publisher = stack.enter_context(Publisher(root, settings, store=cast(Store, store)))
         publisher.publish(model, step=0).wait()
-        settings = SubscriberSettings(lease=False, threads=1)
-        subscribers = [Subscriber(root, Tensors(source.tensors()), settings) for _ in range(count)]
+        follows = SubscriberSettings(lease=False, threads=1)
+        subscribers = [Subscriber(root, Tensors(source.tensors()), follows) for _ in range(count)]
         threads = [
             threading.Thread(target=_follow, args=pair) for pair in zip(subscribers, arrived, strict=True)
         ]
@@ -156,11 +163,10 @@ def _crowd(root: str, count: int, options: Options) -> dict[str, Any]:
         for turn in range(options.pick(_VERSIONS, 2) + 1):
             source.move(model)
             version = publisher.publish(model, step=turn + 1).wait().version
-            committed = time.monotonic()
             _until(lambda version=version: all(version in seen for seen in arrived))
             if turn:
-                first.append(min(seen[version] for seen in arrived) - committed)
-                last.append(max(seen[version] for seen in arrived) - committed)
+                first.append(min(seen[version] for seen in arrived) - store.asked_at)
+                last.append(max(seen[version] for seen in arrived) - store.asked_at)
             time.sleep(0.3)
     return {"subscribers": count, "first_s": median(first), "last_s": median(last)}
 
