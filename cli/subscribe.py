@@ -39,6 +39,11 @@ _FOLDER = click.Path(path_type=Path)
     help="Versions between two full proofs of the engine's weights.",
 )
 @click.option("--once", is_flag=True, help="Go to the newest version and stop.")
+@click.option(
+    "--cut-through",
+    is_flag=True,
+    help="Fetch and decode shards before their version is committed; lists them.",
+)
 @click.option("--poll", type=float, metavar="S", help="Seconds between two polls, at most.")
 @click.option(
     "--max-lag",
@@ -67,6 +72,7 @@ def command(root: str, once: bool, as_json: bool, store: StoreOptions, **given: 
     flags = {
         "poll_s": given["poll"],
         "max_lag": given["max_lag"],
+        "cut_through": given["cut_through"] or None,
         "lease": False if given["no_lease"] else None,
         "pause": given["pause"],
         "verify_every": given["verify_every"],

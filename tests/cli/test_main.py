@@ -255,6 +255,18 @@ def test_b231_a_follower_stops_within_5_s(number: int, code: int, copy: Path, tm
     assert (outcome.code, "Traceback" in outcome.err) == (code, False)
 
 
+def test_cut_through_lists_what_is_not_committed(copy: Path, tmp_path: Path) -> None:
+    """And says so, once, if it cannot: the folder of the next version leads nowhere."""
+    loop = copy / "data" / f"{5:012d}"
+    loop.symlink_to(loop)
+    with spawn("subscribe", copy, "--into", tmp_path / "model", "--cut-through", "--json") as process:
+        try:
+            assert process.stderr is not None
+            assert any("cannot list what comes next" in line for line in process.stderr)
+        finally:
+            process.terminate()
+
+
 _SLOW = """
 import sys, time
 from weightcast.manifest.store.local import LocalBackend
