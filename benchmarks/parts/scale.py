@@ -233,7 +233,8 @@ def _crowd_table(found: Sequence[dict[str, Any]]) -> Table:
         title="Subscribers: commit to applied, half a million elements, S3 on loopback",
         head=["subscribers", "the first, ms", "the last, ms"],
         rows=[[str(f["subscribers"]), milliseconds(f["first_s"]), milliseconds(f["last_s"])] for f in found],
-        note="All are threads of one process, and share two cores with the server.",
+        note="All are threads of one process, and share two cores with the server. Times count from when the server is "
+        "asked to create the manifest.",
     )
 
 
