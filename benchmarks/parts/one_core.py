@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from weightcast.codec import code, decode, encode, find
@@ -12,41 +13,48 @@ from ..contest import CODECS, Pair
 from ..report import number, percent
 from ..result import Ratio, Table
 
-_ROUNDS: Final = 25
+SECONDS: Final = 2
+"""Time for which steps are measured in turns: a host that others share is slow for some seconds at times."""
+
+_CALLS: Final = 5
+"""In a turn: what a step works on is near after the first."""
+
 _BARS: Final = {"class": (2.0, 1.0)}
 """10^9 elements a second at 1 %, coding and decoding."""
 
 
-def measure(pair: Pair, rounds: int = _ROUNDS) -> dict[str, Any]:
-    """10^9 elements a second of each step on a row of the usual density: CPU time of this thread, best of `rounds`."""
+def measure(pair: Pair, seconds: int) -> dict[str, Any]:
+    """10^9 elements a second of each step on a row of the usual density: CPU time of this thread, the best of many.
+
+    Steps take turns of a few calls for so many seconds; each has at least one turn.
+    """
     space, old, new = pair.space, pair.old_memory, pair.new_memory
     rows = [(interval, find(space, new, old, interval).copied()) for interval in pair.intervals]
     interval, changes = min(rows, key=lambda row: abs(len(row[1]) / row[0].length - pair.density))
-
-    def speed(call: Callable[[], Any]) -> float:
-        return interval.length / best_time(call, rounds) / 1e9
-
-    found: dict[str, Any] = {
-        "density": len(changes) / interval.length,
-        "find": speed(lambda: find(space, new, old, interval)),
-    }
+    steps: dict[str, Callable[[], Any]] = {"find": lambda: find(space, new, old, interval)}
     for codec in CODECS:
         row = encode(space, new, old, interval, codec=codec).row
         if row is None:
             raise SystemExit("nothing changed")
-        found[f"{codec} code"] = speed(lambda codec=codec: code(space, interval, changes, old, codec=codec))  # type: ignore[misc]
-        found[f"{codec} decode"] = speed(lambda row=row: decode(space, row, old))  # type: ignore[misc]
-    return found
+        steps[f"{codec} code"] = partial(code, space, interval, changes, old, codec=codec)
+        steps[f"{codec} decode"] = partial(decode, space, row, old)
+    best = best_times(steps, seconds)
+    speeds = {name: interval.length / best[name] / 1e9 for name in steps}
+    return {"density": len(changes) / interval.length, **speeds}
 
 
-def best_time(call: Callable[[], Any], rounds: int) -> float:
-    """CPU seconds of this thread."""
-    best = float("inf")
-    for _ in range(rounds):
-        begin = time.thread_time()
-        call()
-        best = min(best, time.thread_time() - begin)
-    return best
+def best_times(steps: Mapping[str, Callable[[], Any]], seconds: int) -> dict[str, float]:
+    """CPU seconds of this thread, of each step."""
+    best = dict.fromkeys(steps, float("inf"))
+    end = time.monotonic() + seconds
+    while True:
+        for name, call in steps.items():
+            for _ in range(_CALLS):
+                begin = time.thread_time()
+                call()
+                best[name] = min(best[name], time.thread_time() - begin)
+        if time.monotonic() >= end:
+            return best
 
 
 def table(found: list[dict[str, Any]]) -> Table:

@@ -40,7 +40,7 @@ def _race(options: Options, density: float, elements: int) -> dict[str, Any]:
     found = measure(
         pair, entries(pair, formats(slow=False)), options.pick(options.rounds, 1), options.threads
     )
-    return found | {"one_core": one_core.measure(pair)}
+    return found | {"one_core": one_core.measure(pair, options.pick(one_core.SECONDS, 0))}
 
 
 def measure(pair: Pair, found: Mapping[str, Entry], rounds: int, threads: int) -> dict[str, Any]:
