@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from typing import Final
 
 from weightcast.schemas.errors import Corrupt
 from weightcast.schemas.manifest import ShardRef, VersionManifest
@@ -15,6 +16,10 @@ from weightcast.schemas.shard import Row, decode_shard
 
 from .parts import Part, cut
 from .store import Store
+
+FEWER_PARTS: Final = 2
+"""Shards of a version that is not there yet come one by one, and share the link with few others: in parts as of a
+version so many times as large they cost fewer requests, and are there no later."""
 
 
 @dataclass
@@ -180,7 +185,8 @@ class DeltaFetcher:
         if not self._has_room(key, size):
             return False
         if key not in self._ahead:
-            self._add(_Shard(key, size, cut(size, max(size, self._total), self._connections), None))
+            total = max(size, FEWER_PARTS * self._total)
+            self._add(_Shard(key, size, cut(size, total, self._connections), None))
         return True
 
     def expected(self, key: str) -> list[Row] | None:

@@ -258,6 +258,19 @@ def test_an_expected_shard_is_handed_out_for_its_manifest_alone() -> None:
     assert list(fetcher.rows(manifest)) == expected(author)
 
 
+def test_an_expected_shard_comes_in_fewer_parts() -> None:
+    author = large(fresh())
+    store, ref = Parts(author.store), manifest_of(author).shards[0]
+    with ThreadPoolExecutor(8) as pool:
+        fetcher = DeltaFetcher(store, pool, 1 << 30, 8)
+        assert list(fetcher.rows(manifest_of(author))) == expected(author)
+        assert len(store.parts) == 7
+        store.parts.clear()
+        assert fetcher.expect(ref.key, ref.size)
+    assert len(store.parts) == 3
+    assert sum(part.stop - part.start for part in store.parts) == ref.size
+
+
 # Real stores
 
 
