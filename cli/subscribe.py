@@ -42,7 +42,7 @@ _FOLDER = click.Path(path_type=Path)
 @click.option(
     "--cut-through",
     is_flag=True,
-    help="Fetch and decode shards before their version is committed; lists them.",
+    help="Fetch and decode shards before their version is committed; costs listings.",
 )
 @click.option("--poll", type=float, metavar="S", help="Seconds between two polls, at most.")
 @click.option(

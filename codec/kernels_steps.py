@@ -28,8 +28,8 @@ FIRST_ONE: Final = 59_000
 CHANCE_RATE: Final = 7
 """A chance follows the decisions made by it by 2^-7 of the difference, once it has seen as many."""
 
-OFTEN: Final = 127
-"""So often a decision is counted: from then on its chance follows at the one rate."""
+OFTEN: Final = (1 << CHANCE_RATE) - 1
+"""So often a decision is counted: from then on its chance follows at that rate."""
 
 SUM: Final = 7
 """The sum of directions in a line is held within this on both sides."""

@@ -38,13 +38,13 @@ def measure(pair: Pair, seconds: int) -> dict[str, Any]:
             raise SystemExit("nothing changed")
         steps[f"{codec} code"] = partial(code, space, interval, changes, old, codec=codec)
         steps[f"{codec} decode"] = partial(decode, space, row, old)
-    best = best_times(steps, seconds)
+    best = least_cpu_s(steps, seconds)
     speeds = {name: interval.length / best[name] / 1e9 for name in steps}
     return {"density": len(changes) / interval.length, **speeds}
 
 
-def best_times(steps: Mapping[str, Callable[[], Any]], seconds: int) -> dict[str, float]:
-    """CPU seconds of this thread, of each step."""
+def least_cpu_s(steps: Mapping[str, Callable[[], Any]], seconds: int) -> dict[str, float]:
+    """CPU seconds of this thread that each step takes at the least. 0 seconds: one turn."""
     best = dict.fromkeys(steps, float("inf"))
     end = time.monotonic() + seconds
     while True:
