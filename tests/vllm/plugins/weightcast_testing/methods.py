@@ -11,8 +11,9 @@ from typing import Any
 def spin_less() -> None:
     """Let ranks and engine cores that wait for each other sleep; vLLM's spin, and keep the cores of this machine busy.
 
-    They call `sched_yield` in a loop, for up to 1 s after each message. On two cores with Linux 6.18 two such processes keep
-    all others from running while the engine generates: 0.2 s of work took 7 to 15 s, and a sidecar's start up to 60 s.
+    They call `sched_yield` in a loop, for up to 1 s after each message. On two cores with Linux 6.18 two such processes leave
+    little to others while the engine generates: 0.2 s of work took 2 to 15 s, and a sidecar's first version up to 43 s, once
+    more than the 60 s that tests wait.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 
